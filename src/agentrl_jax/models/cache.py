@@ -1,0 +1,77 @@
+"""The key-value cache: an explicit pytree, ``[B, kv_heads, T, head_dim]`` per layer, written in place inside loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from agentrl_jax import control
+from agentrl_jax.models.config import TransformerConfig
+from agentrl_jax.types import Array
+
+
+class LayerCache(NamedTuple):
+    """Keys (already rotated) and values of one layer, ``[B, kv_heads, T, head_dim]``."""
+
+    k: Array
+    v: Array
+
+
+Cache = tuple[LayerCache, ...]
+"""One entry a layer. Layers are never stacked: a scan over them would copy the whole cache at every token."""
+
+
+def init_cache(config: TransformerConfig, batch: int, capacity: int) -> Cache:
+    """An empty cache for ``batch`` rows of ``capacity`` positions; every leaf is its own buffer."""
+    shape = (batch, config.kv_heads, capacity, config.head_dim)
+    return tuple(
+        LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers)
+    )
+
+
+def slots(start: Array, count: Array, chunk: int, capacity: int) -> Array:
+    """Where each token of a chunk is written: ``int32[B, chunk]``, ``capacity`` (out of range) for none."""
+    offset = jnp.arange(chunk)[None, :]
+    position = start[:, None] + offset
+    exists = (offset < count[:, None]) & (position >= 0) & (position < capacity)
+    return jnp.where(exists, position, capacity)
+
+
+def write(layer: LayerCache, k_BxCxKxd: Array, v_BxCxKxd: Array, slots_BxC: Array) -> LayerCache:
+    """Scatters keys and values to their slots; slots out of range are dropped.
+
+    On CPU this runs as one loop over the ``B * C`` tokens, in place, which measured 3.5 times faster than a select
+    over the whole cache.
+    """
+    rows_Bx1 = jnp.arange(slots_BxC.shape[0])[:, None]
+
+    def put(cache_BxKxTxd, new_BxCxKxd):
+        return cache_BxKxTxd.at[rows_Bx1, :, slots_BxC].set(new_BxCxKxd.astype(cache_BxKxTxd.dtype), mode="drop")
+
+    return LayerCache(put(layer.k, k_BxCxKxd), put(layer.v, v_BxCxKxd))
+
+
+def widths(config: TransformerConfig, capacity: int) -> tuple[int, ...]:
+    """Static prefix widths at which attention reads a cache, the last one the capacity itself.
+
+    Quarters of the capacity rounded up to a multiple of 16, or ``config.cache_widths`` as far as they fit.
+    """
+    wanted = config.cache_widths or [-(-capacity * quarter // 64) * 16 for quarter in (1, 2, 3)]
+    return (*sorted({w for w in wanted if w < capacity}), capacity)
+
+
+def read(layer: LayerCache, attend: Callable[[Array, Array], Array], needed: Array, sizes: tuple[int, ...]) -> Array:
+    """``attend(k, v)`` over the smallest prefix of ``sizes`` that holds ``max(needed)`` positions.
+
+    The cache is only read inside the branches: a branch that returned one would copy it at every token.
+    """
+
+    def at(size):
+        return lambda layer: attend(layer.k[:, :, :size], layer.v[:, :, :size])
+
+    if len(sizes) == 1:
+        return attend(layer.k, layer.v)
+    return jax.lax.switch(control.width_index(sizes, needed), [at(size) for size in sizes], layer)
