@@ -1,0 +1,233 @@
+"""Stages: what happens to a trajectory before the loss. A chain of them is an algorithm's ``prepare``.
+
+A stage is ``(memory, Batch, Tools, hyper, key) -> (memory, Batch, Metrics)``. Rows are not episodes: estimators see the rows of one
+(episode, role) laid end to end, and groups and statistics count (episode, role) once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from agentrl_jax import advantages, groups, masked, scoring
+from agentrl_jax import kl as kl_lib
+from agentrl_jax import metrics as metrics_lib
+from agentrl_jax.algorithm import Tools
+from agentrl_jax.types import Array, Batch, Metrics, PyTree, Trajectory
+
+Stage: TypeAlias = Callable[[PyTree, Batch, Tools, dict[str, Array], Array], tuple[PyTree, Batch, Metrics]]
+
+
+def chain(*stages: Stage, teacher: bool = False) -> Callable[..., tuple[PyTree, Batch, Metrics]]:
+    """``Algorithm.prepare`` from stages, in order, each with its own key.
+
+    The batch begins with every number zero and the sampled tokens as its mask; with ``teacher`` the expert's tokens count too.
+    """
+
+    def prepare(
+        memory: PyTree, traj: Trajectory, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        batch, metrics = scoring.as_batch(traj, traj.mask if teacher else None), {}
+        for i, stage in enumerate(stages):
+            memory, batch, more = stage(memory, batch, tools, hyper, jax.random.fold_in(key, i))
+            metrics = metrics_lib.merge(metrics, more)
+        return memory, batch, metrics
+
+    return prepare
+
+
+def sequences(x: Array, tools: Tools) -> Array:
+    """Rows of one (episode, role) end to end: ``[N * segments, T] -> [N, segments * T]``."""
+    return x.reshape(-1, tools.segments * x.shape[-1])
+
+
+def episode_rows(x: Array, tools: Tools) -> Array:
+    """One value an (episode, role) to one a row: ``[N] -> [N * segments]``."""
+    return jnp.repeat(x, tools.segments, axis=0)
+
+
+def episodes(batch: Batch, tools: Tools) -> tuple[Array, Array, Array]:
+    """``(return, group, played)`` of every (episode, role), each ``[N]``: the undiscounted sum of ``traj.reward``."""
+    traj = batch.traj
+    ret = jnp.sum(sequences(traj.reward, tools), axis=1)
+    return ret, traj.group[:: tools.segments], traj.length[:: tools.segments] > 0
+
+
+def _broadcast(batch: Batch, adv: Array, tools: Tools) -> Batch:
+    rows = episode_rows(adv, tools)[:, None]
+    return batch._replace(adv=jnp.where(batch.mask, rows, 0.0))
+
+
+def group_advantage(estimator: Callable[..., Array], **options: Any) -> Stage:
+    """``A = estimator(return, group, num_groups, where=played, **options)`` of the episode, on each of its tokens."""
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del hyper, key
+        ret, group, played = episodes(batch, tools)
+        adv = estimator(ret, group, tools.groups, where=played, **options)
+        return memory, _broadcast(batch, adv, tools), zero_variance(ret, group, played, tools.groups)
+
+    return stage
+
+
+def zero_variance(ret: Array, group: Array, played: Array, num_groups: int) -> Metrics:
+    """Share of groups whose returns are all equal: they teach a group-relative method nothing."""
+    who = groups.members(group, num_groups, played)
+    spread = groups.group_sum(groups.above_lowest(ret, who, num_groups), who, num_groups)
+    counted = groups.group_sum(jnp.ones_like(ret), who, num_groups)
+    first = _first_of_group(group, played, num_groups)
+    return {"zero_variance": metrics_lib.masked((spread <= 0).astype(jnp.float32), first & (counted > 0))}
+
+
+def _first_of_group(group: Array, played: Array, num_groups: int) -> Array:
+    index = jnp.arange(group.shape[0], dtype=jnp.int32)
+    first = jax.ops.segment_min(jnp.where(played, index, group.shape[0]), group, num_groups)
+    return index == first[group]
+
+
+def return_to_go(baseline: str = "ema", decay: float = 0.9) -> Stage:
+    """``A_t = G_t - b`` with the discounted return to go ``G_t`` (``hyper["discount"]``) and a baseline independent of the action.
+
+    ``b`` is a running mean of episode returns (``ema``, debiased, kept in memory as ``(mean, weight)`` and updated after use) or 0
+    (``none``). Source: Williams, 1992 (REINFORCE).
+    """
+    if baseline not in ("ema", "none"):
+        raise ValueError(f"baseline must be 'ema' or 'none', got {baseline!r}")
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del key
+        reward, mask = sequences(batch.traj.reward, tools), sequences(batch.traj.mask, tools)
+        ret = jax.vmap(lambda r, m: advantages.discounted_return(r, m, discount=hyper["discount"]))(reward, mask)
+        total, _, played = episodes(batch, tools)
+        if baseline == "none":
+            return memory, batch._replace(adv=ret.reshape(batch.adv.shape)), {}
+        mean, weight = memory
+        value = jnp.where(weight > 0, mean / jnp.maximum(weight, 1e-8), 0.0)
+        now = masked.masked_mean(total, played)
+        memory = (decay * mean + (1 - decay) * now, decay * weight + (1 - decay))
+        adv = jnp.where(batch.mask, ret.reshape(batch.adv.shape) - value, 0.0)
+        return memory, batch._replace(adv=adv), {"baseline": metrics_lib.scalar(value)}
+
+    return stage
+
+
+def score_policy(*, always: bool = False) -> Stage:
+    """``logp_old``, ``value`` and ``bootstrap`` from the parameters at the start of the step.
+
+    Skipped when the step makes a single update (``Tools.single``), unless ``always``: with a critic the values are needed.
+    """
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del hyper, key
+        if tools.single and not always:
+            return memory, batch, {}
+        scores = tools.score(scoring.View(), batch)
+        batch = batch._replace(logp_old=scores.logp, value=scores.value, bootstrap=scores.bootstrap)
+        return memory, batch, {}
+
+    return stage
+
+
+def score_reference() -> Stage:
+    """``extra["logp_ref"]``: the frozen reference policy's log-probabilities."""
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del hyper, key
+        scores = tools.score(scoring.View("reference"), batch)
+        return memory, batch._replace(extra={**batch.extra, "logp_ref": scores.logp}), {}
+
+    return stage
+
+
+def kl_in_reward(estimator: str = "k1") -> Stage:
+    """``r_t <- r_t - kl_coef * k(logp_old, logp_ref)_t`` on written tokens; after both have been scored.
+
+    k1 in the reward is the unbiased gradient of the reverse KL (Tang & Munos, 2025, arXiv 2506.09477).
+    """
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del tools, key
+        penalty = kl_lib.kl(batch.logp_old, batch.extra["logp_ref"], estimator=estimator, mask=batch.mask)
+        reward = batch.traj.reward - jnp.where(batch.mask, hyper["kl_coef"] * penalty, 0.0)
+        metrics = {"kl_reward": metrics_lib.masked(penalty, batch.mask)}
+        return memory, batch._replace(traj=batch.traj._replace(reward=reward)), metrics
+
+    return stage
+
+
+def gae() -> Stage:
+    """``adv`` and ``target`` by GAE over written tokens (``hyper["discount"]``, ``hyper["lambda_"]``), after ``score_policy``.
+
+    The rows of an episode are one sequence; only its last row bootstraps, and only when it was truncated.
+    """
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del key
+        traj = batch.traj
+        bootstrap = jnp.where(traj.truncated, batch.bootstrap, 0.0).reshape(-1, tools.segments).sum(axis=1)
+        estimate = jax.vmap(
+            lambda r, v, m, b: advantages.gae(r, v, m, discount=hyper["discount"], lambda_=hyper["lambda_"], bootstrap=b)
+        )
+        view = [sequences(x, tools) for x in (traj.reward, batch.value, traj.mask)]
+        adv, target = (x.reshape(batch.adv.shape) for x in estimate(*view, bootstrap))
+        explained = _explained_variance(target, batch.value, batch.mask)
+        return memory, batch._replace(adv=adv, target=target), {"explained_variance": metrics_lib.scalar(explained)}
+
+    return stage
+
+
+def _explained_variance(target: Array, value: Array, mask: Array) -> Array:
+    spread = masked.masked_var(target, mask)
+    return jnp.where(spread > 0, 1 - masked.masked_var(target - value, mask) / jnp.maximum(spread, 1e-8), 0.0)
+
+
+def whiten(ddof: float = 1) -> Stage:
+    """``A <- (A - mean) / std`` over the batch's loss tokens; before the split into minibatches, so no split changes it."""
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del tools, hyper, key
+        return memory, batch._replace(adv=masked.whiten(batch.adv, batch.mask, ddof=ddof)), {}
+
+    return stage
+
+
+def best_against_worst() -> Stage:
+    """Pairs for preference losses: each group's best and worst episode, ``[P, 2, segments, T]``; ties are dropped.
+
+    A group whose returns are all equal expresses no preference: its mask is cleared.
+    """
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del hyper, key
+        ret, group, played = episodes(batch, tools)
+        member = (group == jnp.arange(tools.groups, dtype=group.dtype)[:, None]) & played
+        best = jnp.argmax(jnp.where(member, ret, -jnp.inf), axis=1)
+        worst = jnp.argmin(jnp.where(member, ret, jnp.inf), axis=1)
+        kept = jnp.any(member, axis=1) & (ret[best] > ret[worst])
+        pair = jnp.stack([best, worst], axis=1)
+        rows = pair[..., None] * tools.segments + jnp.arange(tools.segments, dtype=pair.dtype)
+        pairs = jax.tree.map(lambda x: x[rows], batch)
+        mask = pairs.mask & kept[:, None, None, None]
+        metrics = {"pairs_kept": metrics_lib.masked(kept.astype(jnp.float32), jnp.ones_like(kept))}
+        return memory, pairs._replace(mask=mask), metrics | zero_variance(ret, group, played, tools.groups)
+
+    return stage

@@ -1,0 +1,272 @@
+"""Training: one step is one program (rollout, advantage, update), a whole run is a scan of steps.
+
+``make_step`` returns ``step(state) -> (state, metrics)``; ``make_train`` returns ``train(key, hyper) -> (state, metrics)``. Both are
+pure: ``jit``, ``vmap`` over seeds and hyper-parameters, ``pmap`` or shard them (``parallel.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from agentrl_jax import metrics as metrics_lib
+from agentrl_jax import rollout as rollout_lib
+from agentrl_jax import scoring, update
+from agentrl_jax.algorithm import Algorithm, Hyper, Tools, TrainState, start_for_expert
+from agentrl_jax.codecs.base import Codec
+from agentrl_jax.envs.base import Environment, canonical_params
+from agentrl_jax.policy import Policy
+from agentrl_jax.types import Array, Batch, Metrics, PyTree, Start, Trajectory
+from agentrl_jax.update import UpdateConfig
+
+Step = Callable[[TrainState], tuple[TrainState, Metrics]]
+
+
+class TrainConfig(NamedTuple):
+    """Static structure of a step.
+
+    Attributes:
+      episodes: sampled in a step, a multiple of ``group_size``.
+      group_size: episodes that share a task.
+      slots: rows in play at once; None: all of them.
+      max_tokens: ``T`` of a row.
+      segments: rows an episode may use where its context restarts.
+      update: epochs, minibatches, micro-batches, widths, optimiser.
+      chunk, feed_rows, env_rows: schedule of the rollout, see ``rollout.Sizes``; None: its defaults.
+      vocab_chunk: tokens whose logits exist at once in scoring; None: all when they are few.
+    """
+
+    episodes: int = 128
+    group_size: int = 8
+    slots: int | None = None
+    max_tokens: int = 96
+    segments: int = 1
+    update: UpdateConfig = UpdateConfig()
+    chunk: int | None = None
+    feed_rows: int | None = None
+    env_rows: int | None = None
+    vocab_chunk: int | None = None
+
+
+def make_hyper(algorithm: Algorithm, env: Environment, **numbers: Any) -> Hyper:
+    """The numbers of a run, as strong float32 arrays: ``Hyper`` fields and the algorithm's own, by name.
+
+    Args:
+      algorithm: gives its defaults.
+      env: gives its default parameters, unless ``env_params`` is among the numbers.
+      **numbers: ``learning_rate=3e-4``, ``eps_high=0.28``, ...
+
+    Raises:
+      ValueError: an unknown name, naming the known ones; a number that is out of range.
+    """
+    fields = set(Hyper._fields) - {"algorithm"}
+    unknown = sorted(set(numbers) - fields - set(algorithm.hyper))
+    if unknown:
+        known = ", ".join(sorted(fields | set(algorithm.hyper)))
+        raise ValueError(f"unknown hyper-parameters {unknown}; {algorithm.name} has: {known}")
+    _check_numbers(numbers)
+    own = {k: jnp.asarray(numbers.get(k, v), jnp.float32) for k, v in algorithm.hyper.items()}
+    outer = {k: v for k, v in numbers.items() if k in fields and k != "env_params"}
+    defaults = {k: v for k, v in Hyper()._asdict().items() if k not in ("env_params", "algorithm")}
+    outer = {k: jnp.asarray(v, jnp.float32) for k, v in (defaults | outer).items()}
+    return Hyper(**outer, env_params=canonical_params(numbers.get("env_params", env.params)), algorithm=own)
+
+
+_UNIT = ("discount", "lambda_", "label_smoothing")
+_NOT_NEGATIVE = (
+    "learning_rate", "weight_decay", "warmup", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef", "value_eps",
+    "beta",
+)  # fmt: skip
+
+
+def _check_numbers(numbers: dict[str, Any]) -> None:
+    """Ranges of the numbers that are concrete; a traced one cannot be looked at."""
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            continue
+        if name in _UNIT and not 0 <= value <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {value}")
+        if name in _NOT_NEGATIVE and not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+        if name == "max_grad_norm" and not value > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {value}")
+
+
+def check(policy: Policy, codec: Codec, env: Environment, algorithm: Algorithm, config: TrainConfig) -> None:
+    """Refuses what cannot work, before anything is compiled.
+
+    Raises:
+      ValueError: naming the value and what is allowed.
+    """
+    del codec
+    if config.episodes % config.group_size or min(config.episodes, config.group_size) < 1:
+        raise ValueError(f"episodes ({config.episodes}) must be a multiple of group_size ({config.group_size})")
+    slots = config.slots if config.slots is not None else config.episodes
+    if not 1 <= slots <= config.episodes:
+        raise ValueError(f"slots must be in [1, episodes = {config.episodes}], got {slots}")
+    if algorithm.needs & {"group", "pairs"} and config.group_size < 2:
+        raise ValueError(f"{algorithm.name} compares members of a group: group_size must be at least 2, got 1")
+    if "critic" in algorithm.needs and not policy.has_value:
+        raise ValueError(f"{algorithm.name} needs a critic: build the policy with a value head")
+    if "expert" in algorithm.needs and env.expert is None:
+        raise ValueError(f"{algorithm.name} needs env.expert, and {env.name} has none")
+    structure = config.update
+    for name in ("epochs", "minibatches", "microbatches"):
+        if getattr(structure, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(structure, name)}")
+    units = config.episodes // config.group_size if "pairs" in algorithm.needs else config.episodes
+    if units % (structure.minibatches * structure.microbatches):
+        raise ValueError(
+            f"{units} units do not split into {structure.minibatches} minibatches of {structure.microbatches} micro-batches"
+        )
+    if structure.schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(f"schedule must be constant, linear or cosine, got {structure.schedule!r}")
+    if structure.optimizer not in ("adam", "sgd"):
+        raise ValueError(f"optimizer must be adam or sgd, got {structure.optimizer!r}")
+
+
+def make_init(
+    policy: Policy, codec: Codec, env: Environment, algorithm: Algorithm, config: TrainConfig
+) -> Callable[..., TrainState]:
+    """``init(key, hyper=None, params=None) -> TrainState``; ``params`` of the policy continue from an earlier phase.
+
+    The reference policy, where the algorithm needs one, is a copy of the policy at this moment.
+    """
+    check(policy, codec, env, algorithm, config)
+
+    def init(key: Array, hyper: Hyper | None = None, params: PyTree | None = None) -> TrainState:
+        model_key, memory_key, key = jax.random.split(key, 3)
+        models = {"policy": policy.init(model_key) if params is None else params}
+        if "reference" in algorithm.needs:
+            # An alias inside a donated state would be donated twice.
+            models["reference"] = jax.tree.map(jnp.copy, models["policy"])
+        trained = {name: models[name] for name in update.trained_models(algorithm)}
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=models,
+            opt_state=update.direction(config.update).init(trained),
+            updates=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+            memory=algorithm.init(memory_key),
+            hyper=make_hyper(algorithm, env) if hyper is None else hyper,
+            key=key,
+        )
+
+    return init
+
+
+def make_step(
+    policy: Policy,
+    codec: Codec,
+    env: Environment,
+    algorithm: Algorithm,
+    config: TrainConfig,
+    *,
+    rollout: Callable[..., Trajectory] = rollout_lib.rollout,
+) -> Step:
+    """``step(state) -> (state, metrics)``: rollout, advantage and update as one pure function.
+
+    ``rollout`` may be replaced by one that spreads episodes over devices (``parallel.sharded_rollout``).
+    """
+    check(policy, codec, env, algorithm, config)
+    score = _score_fn(policy, codec, algorithm, config)
+
+    def step(state: TrainState) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step)
+        roll_key, prepare_key, update_key = jax.random.split(key, 3)
+        tools = _tools(policy, codec, env, algorithm, config, state, rollout)
+        memory, traj = algorithm.collect(state.memory, tools, state.hyper.algorithm, roll_key)
+        memory, batch, prepared = algorithm.prepare(memory, traj, tools, state.hyper.algorithm, prepare_key)
+        batch = jax.lax.stop_gradient(batch)
+        state = state._replace(memory=memory)
+        state, updated = update.update(
+            algorithm, config.update, score, state, batch, update_key, segments=config.segments, single=tools.single
+        )
+        metrics = metrics_lib.merge(metrics_lib.merge(rollout_metrics(traj, config.segments), prepared), updated)
+        state = algorithm.finish(state, metrics, state.hyper.algorithm)
+        return state._replace(step=state.step + 1), metrics
+
+    return step
+
+
+def _score_fn(policy: Policy, codec: Codec, algorithm: Algorithm, config: TrainConfig) -> update.ScoreFn:
+    def score(params: dict[str, PyTree], name: str, batch: Batch) -> Any:
+        view = algorithm.views[name]
+        allowed = jnp.asarray(codec.sampleable)
+        return scoring.score(policy, params[view.model], view, batch, allowed=allowed, chunk=config.vocab_chunk)
+
+    return score
+
+
+def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState, rollout) -> Tools:
+    structure = config.update
+
+    def roll(key: Array, call: int = 0, start: Start | None = None, expert: bool = False) -> Trajectory:
+        if expert:
+            start = (start or Start())._replace(
+                teacher_turns=start_for_expert(config.episodes, env.spec.max_turns).teacher_turns
+            )
+        return rollout(
+            None if expert else policy, codec, env, None if expert else state.params["policy"],
+            jax.random.fold_in(key, call), episodes=config.episodes, slots=config.slots or config.episodes,
+            max_tokens=config.max_tokens, group_size=config.group_size, env_params=state.hyper.env_params,
+            temperature=state.hyper.temperature, start=start, segments=config.segments, version=state.step,
+            chunk=config.chunk, feed_rows=config.feed_rows, env_rows=config.env_rows,
+        )  # fmt: skip
+
+    def score(view: scoring.View, batch: Batch) -> Any:
+        params = jax.lax.stop_gradient(state.params[view.model])
+        allowed = jnp.asarray(codec.sampleable)
+        return scoring.score(policy, params, view, batch, allowed=allowed, chunk=config.vocab_chunk)
+
+    return Tools(
+        roll, score, config.episodes, config.group_size, config.episodes // config.group_size, config.segments,
+        structure.epochs == structure.minibatches == 1,
+    )  # fmt: skip
+
+
+def rollout_metrics(traj: Trajectory, segments: int = 1) -> Metrics:
+    """What episodes were like: reward, every ``info`` name summed over turns, turns, tokens, truncation, cut actions."""
+    rows = traj.length > 0
+    first = rows[::segments]
+    per_episode = lambda x: jnp.sum(x.reshape(first.shape[0], -1).astype(jnp.float32), axis=1)  # noqa: E731
+    sampled = traj.mask & ~traj.expert
+    out = {
+        "reward": metrics_lib.masked(per_episode(traj.reward), first),
+        "turns": metrics_lib.masked(per_episode(traj.steps["played"]), first),
+        "length": metrics_lib.masked(per_episode(traj.length), first),
+        "written": metrics_lib.masked(per_episode(traj.mask), first),
+        "truncated": metrics_lib.masked(per_episode(traj.truncated), first),
+        "cut_actions": (jnp.sum(traj.steps["cut"].astype(jnp.float32)), jnp.sum(traj.steps["played"].astype(jnp.float32))),
+        "tokens": metrics_lib.scalar(jnp.sum(traj.length)),
+        "logp": metrics_lib.masked(traj.logp, sampled),
+    }
+    skip = ("reward", "played", "cut", "anchor")
+    return out | {k: metrics_lib.masked(per_episode(v), first) for k, v in traj.steps.items() if k not in skip}
+
+
+def make_train(
+    policy: Policy,
+    codec: Codec,
+    env: Environment,
+    algorithm: Algorithm,
+    config: TrainConfig,
+    *,
+    steps: int,
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """``train(key, hyper=None, params=None) -> (state, {name: [steps]})``: a whole run as one pure function."""
+    init, step = make_init(policy, codec, env, algorithm, config), make_step(policy, codec, env, algorithm, config)
+
+    def train(
+        key: Array, hyper: Hyper | None = None, params: PyTree | None = None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        def one(state: TrainState, _: None) -> tuple[TrainState, dict[str, Array]]:
+            state, metrics = step(state)
+            return state, metrics_lib.finalize(metrics)
+
+        return jax.lax.scan(one, init(key, hyper, params), None, length=steps)
+
+    return train
