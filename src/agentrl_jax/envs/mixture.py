@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,12 @@ def _chain(index: Array, members: Sequence[Callable[[], PyTree]], default: PyTre
 
 
 def _replaced(members: tuple[PyTree, ...], i: int, new: PyTree) -> tuple[PyTree, ...]:
-    return members[:i] + (new,) + members[i + 1 :]
+    return (*members[:i], new, *members[i + 1 :])
+
+
+def _zeros(fn: Callable[[], PyTree]) -> PyTree:
+    """Zeros in the shapes that ``fn`` would return."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn))
 
 
 @memoised
@@ -117,16 +122,14 @@ def _mixture(envs: tuple[Environment, ...], weights: tuple[float, ...]) -> Envir
             state, ts = envs[i].reset(key, params.members[i])
             return strong(state), common(ts, i)
 
-        shapes = [jax.eval_shape(lambda i=i: fresh(i)) for i in range(len(envs))]
-        members, first = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype), (tuple(s[0] for s in shapes), shapes[0][1])
-        )
+        blanks = [_zeros(lambda i=i: fresh(i)) for i in range(len(envs))]
+        members = tuple(state for state, _ in blanks)
 
         def one(i):
             state, ts = fresh(i)
             return _replaced(members, i, state), ts
 
-        return finish(index, _chain(index, [lambda i=i: one(i) for i in range(len(envs))], (members, first)))
+        return finish(index, _chain(index, [lambda i=i: one(i) for i in range(len(envs))], (members, blanks[0][1])))
 
     def step(key, state, action, params):
         def one(i):
@@ -134,8 +137,7 @@ def _mixture(envs: tuple[Environment, ...], weights: tuple[float, ...]) -> Envir
             inner, ts = envs[i].step(key, state.members[i], own, params.members[i])
             return _replaced(state.members, i, strong(inner)), common(ts, i)
 
-        shape = jax.eval_shape(lambda: one(0)[1])
-        blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+        blank = _zeros(lambda: one(0)[1])
         members = [lambda i=i: one(i) for i in range(len(envs))]
         return finish(state.env, _chain(state.env, members, (state.members, blank)))
 
@@ -155,7 +157,7 @@ def _mixture(envs: tuple[Environment, ...], weights: tuple[float, ...]) -> Envir
 def _mixture_expert(envs: tuple[Environment, ...], spec: EnvSpec) -> Callable[[Array, PyTree, PyTree], Text]:
     def expert(key, state, params):
         def one(i):
-            assert (act := envs[i].expert) is not None
+            act = cast(Callable[..., Text], envs[i].expert)
             return resize(act(key, state.members[i], params.members[i]), spec.max_action)[0]
 
         return _chain(state.env, [lambda i=i: one(i) for i in range(len(envs))], empty(spec.max_action))

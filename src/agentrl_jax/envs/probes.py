@@ -148,7 +148,7 @@ def probe_delayed() -> Environment:
 def probe_transition() -> Environment:
     """At the door 1 leads to gold, all else to coal; the second action is paid for gold: value ``r * discount``.
 
-    The values of the second observation are ``r`` (gold) and 0 (coal): no reward tells them apart but the state reached.
+    The second observation is worth ``r`` (gold) or 0 (coal): only the state reached tells.
     """
 
     def reset(key, params):
@@ -188,8 +188,8 @@ def probe_truncation() -> Environment:
 def probe_restart() -> Environment:
     """A digit is shown once; the context restarts after every action, and each new one shows only what was written.
 
-    The last of ``CONTEXTS`` actions is paid when it is the digit: value ``r * discount**(CONTEXTS - 1)``. A learner that
-    takes rows for episodes pays only the last row, and notes are never learned (``r / 2`` at best).
+    The last of ``CONTEXTS`` actions is paid when it is the digit: value ``r * discount**(CONTEXTS - 1)``. A learner
+    that takes rows for episodes pays only the last row, and notes are never learned (``r / 2`` at best).
     """
 
     def reset(key, params):

@@ -28,7 +28,7 @@ _MISS = 1e-9
 
 
 def is_test(observation: Text, fraction: float) -> Array:
-    """Whether a first observation belongs to the test side: ``bool[]``, by content alone, true for ``fraction`` of them."""
+    """Whether a first observation is on the test side: ``bool[]``, by content alone, for a share ``fraction``."""
     return hash_(observation) < jnp.uint32(min(round(fraction * 2**32), 2**32 - 1))
 
 
@@ -38,8 +38,8 @@ def held_out(env: Environment, split: str = "train", fraction: float = 0.1) -> E
     The side is a hash of the first observation, so equal prompts are always on the same side and evaluation never
     meets a training task, for generated tasks and files alike. ``reset`` draws again until the side is right, at most
     ``n = ceil(log(1e-9) / log(1 - p))`` times with ``p`` the side's share: with many distinct tasks it fails with
-    probability ``1e-9``. A failed reset plays a task of the other side and says so: ``info["split_miss"]`` is 1 in every
-    turn of the episode. ``check_split`` finds environments with too few tasks beforehand.
+    probability ``1e-9``. A failed reset plays a task of the other side and says so: ``info["split_miss"]`` is 1 in
+    every turn of the episode. ``check_split`` finds environments with too few tasks beforehand.
 
     Raises:
       ValueError: ``split`` is neither ``"train"`` nor ``"test"``; ``fraction`` outside ``(0, 1)``.

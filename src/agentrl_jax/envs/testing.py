@@ -39,11 +39,12 @@ def check_env(env: Environment, key: Array | None = None, episodes: int = 8, par
     Rules: the environment is hashable and its sizes are positive; ``reset`` and ``step`` trace under ``jit`` and
     ``vmap`` with traced parameters, also one set a row; they return the same shapes and dtypes; the state is a fixed
     point of ``step`` and holds no typed key; observations have the declared capacity and zeros beyond their length;
-    info names are declared, its values and rewards finite; no episode is over at reset; ``terminated`` and ``truncated``
-    are never both set; results depend on arguments alone (a second trace, unbatched, agrees); equal keys share the first
-    observation; empty text, NULs, invalid UTF-8 and random bytes of any length never fail; the expert's text fits
-    and earns at least what random text earns; the anchor is one uint32. An episode that is not over after
-    ``max_turns`` is legal: the rollout cuts it. That an anchor ignores the step counter cannot be seen from outside.
+    info names are declared, its values and rewards finite; no episode is over at reset; ``terminated`` and
+    ``truncated`` are never both set; results depend on arguments alone (a second trace, unbatched, agrees); equal
+    keys share the first observation; empty text, NULs, invalid UTF-8 and random bytes of any length never fail; the
+    expert's text fits and earns at least what random text earns; the anchor is one uint32. An episode that is not
+    over after ``max_turns`` is legal: the rollout cuts it. That an anchor ignores the step counter cannot be seen
+    from outside.
 
     Raises:
       ValueError: ``env`` is no Environment or ``episodes < 1``.

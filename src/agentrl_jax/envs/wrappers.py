@@ -45,6 +45,8 @@ class TurnState(NamedTuple):
 def turn_limit(env: Environment, turns: int) -> Environment:
     """Cuts an episode after ``turns`` actions: ``truncated`` is set there unless the task is over.
 
+    A context restart at the cut is dropped: no row follows.
+
     Raises:
       ValueError: ``turns`` outside ``[1, env.spec.max_turns]``.
     """
@@ -63,7 +65,7 @@ def _turn_limit(env: Environment, turns: int) -> Environment:
         inner, ts = env.step(key, state.inner, action, params)
         turn = state.turn + 1
         late = (turn >= turns) & jnp.logical_not(ts.terminated)
-        return TurnState(inner, turn), ts._replace(truncated=ts.truncated | late)
+        return TurnState(inner, turn), ts._replace(truncated=ts.truncated | late, restart=ts.restart & ~late)
 
     name, spec = f"turn_limit({env.name},{turns})", env.spec._replace(max_turns=turns)
     return env._replace(name=name, spec=spec, reset=reset, step=step, **lifted(env))
