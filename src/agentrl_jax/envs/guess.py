@@ -26,7 +26,7 @@ class Params(NamedTuple):
 
 
 class State(NamedTuple):
-    """``target`` and what the replies so far leave of its range, ``low..high``; ``turn``: actions so far; ``int32[]``."""
+    """``target``; ``low..high``, what the replies so far leave of its range; ``turn``, actions so far; ``int32[]``."""
 
     target: Array
     low: Array
@@ -88,9 +88,9 @@ def guess(max_turns: int = 12) -> Environment:
     """A number in ``low..high`` is to be found: the last line of an action is a guess, one decimal integer.
 
     The first observation is ``guess LOW..HIGH``, the others say where the number lies from the guess: ``higher`` or
-    ``lower``. Anything but an integer costs a turn and is answered by ``error: ...``. Reward 1 and the end when found; cut
-    after ``max_turns``. Binary search needs at most ``floor(log2(high - low + 1)) + 1`` guesses (7 for 1..100). The anchor
-    is what is left of the range, which all that was seen amounts to.
+    ``lower``. Anything but an integer costs a turn and is answered by ``error: ...``. Reward 1 and the end when found;
+    cut after ``max_turns``. Binary search needs at most ``floor(log2(high - low + 1)) + 1`` guesses (7 for 1..100). The
+    anchor is what is left of the range, which all that was seen amounts to.
 
     Raises:
       ValueError: ``max_turns`` below 1.
