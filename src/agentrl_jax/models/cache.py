@@ -1,4 +1,4 @@
-"""The key-value cache: an explicit pytree, ``[B, kv_heads, T, head_dim]`` per layer, written in place inside loops."""
+"""The key-value cache: an explicit pytree, head-major, one entry a layer, written in place inside loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from agentrl_jax.types import Array
 
 
 class LayerCache(NamedTuple):
-    """Keys (already rotated) and values of one layer, ``[B, kv_heads, T, head_dim]``."""
+    """Keys (already rotated) ``k [B, kv_heads, head_dim, T]`` and values ``v [B, kv_heads, T, head_dim]`` of one layer.
+
+    Each has the axis last along which ``attention.decode_attention`` runs, so that its loops are contiguous.
+    """
 
     k: Array
     v: Array
@@ -26,10 +29,9 @@ Cache = tuple[LayerCache, ...]
 
 def init_cache(config: TransformerConfig, batch: int, capacity: int) -> Cache:
     """An empty cache for ``batch`` rows of ``capacity`` positions; every leaf is its own buffer."""
-    shape = (batch, config.kv_heads, capacity, config.head_dim)
-    return tuple(
-        LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in range(config.layers)
-    )
+    k = (batch, config.kv_heads, config.head_dim, capacity)
+    v = (batch, config.kv_heads, capacity, config.head_dim)
+    return tuple(LayerCache(jnp.zeros(k, config.dtype), jnp.zeros(v, config.dtype)) for _ in range(config.layers))
 
 
 def slots(start: Array, count: Array, chunk: int, capacity: int) -> Array:
@@ -47,11 +49,9 @@ def write(layer: LayerCache, k_BxCxKxd: Array, v_BxCxKxd: Array, slots_BxC: Arra
     over the whole cache.
     """
     rows_Bx1 = jnp.arange(slots_BxC.shape[0])[:, None]
-
-    def put(cache_BxKxTxd, new_BxCxKxd):
-        return cache_BxKxTxd.at[rows_Bx1, :, slots_BxC].set(new_BxCxKxd.astype(cache_BxKxTxd.dtype), mode="drop")
-
-    return LayerCache(put(layer.k, k_BxCxKxd), put(layer.v, v_BxCxKxd))
+    k = layer.k.at[rows_Bx1, :, :, slots_BxC].set(k_BxCxKxd.astype(layer.k.dtype), mode="drop")
+    v = layer.v.at[rows_Bx1, :, slots_BxC].set(v_BxCxKxd.astype(layer.v.dtype), mode="drop")
+    return LayerCache(k, v)
 
 
 def widths(config: TransformerConfig, capacity: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def read(layer: LayerCache, attend: Callable[[Array, Array], Array], needed: Arr
     """
 
     def at(size):
-        return lambda layer: attend(layer.k[:, :, :size], layer.v[:, :, :size])
+        return lambda layer: attend(layer.k[..., :size], layer.v[:, :, :size])
 
     if len(sizes) == 1:
         return attend(layer.k, layer.v)

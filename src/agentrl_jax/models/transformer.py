@@ -13,43 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from agentrl_jax.models import cache as kv
+from agentrl_jax.models.attention import decode_attention, grouped_attention, rope_angles, rotate
 from agentrl_jax.models.config import TransformerConfig
 from agentrl_jax.types import Array
-
-
-def rope_angles(position_BxC: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """Cosine and sine ``float32[B, C, head_dim / 2]`` of ``position / theta^(2 i / head_dim)``.
-
-    Rotary position embedding (Su et al., 2021, arXiv:2104.09864).
-    """
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = position_BxC[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BxCxHxd: Array, angles: tuple[Array, Array]) -> Array:
-    """Turns the pairs ``(x[i], x[i + d / 2])``: the half-split convention of Llama weights."""
-    cos, sin = (a[:, :, None, :] for a in angles)
-    x1, x2 = jnp.split(x_BxCxHxd.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BxCxHxd.dtype)
-
-
-def grouped_attention(q_BxCxHxd: Array, k_BxKxTxd: Array, v_BxKxTxd: Array, position_BxC: Array) -> Array:
-    """Attention of each query to the positions up to its own: ``softmax(q k / sqrt(d)) v``, softmax in float32.
-
-    Query head ``h`` reads kv head ``h // G``: the ``G`` query heads of a kv head become rows of one matrix product, so
-    keys and values are never repeated.
-    """
-    B, C, H, d = q_BxCxHxd.shape
-    K, T = k_BxKxTxd.shape[1:3]
-    M = H // K * C
-    q_BxKxMxd = (q_BxCxHxd * d**-0.5).reshape(B, C, K, H // K, d).transpose(0, 2, 3, 1, 4).reshape(B, K, M, d)
-    score_BxKxMxT = jnp.einsum("bkmd,bktd->bkmt", q_BxKxMxd, k_BxKxTxd, preferred_element_type=jnp.float32)
-    seen_BxCxT = jnp.arange(T)[None, None, :] <= position_BxC[:, :, None]
-    seen_Bx1xMxT = jnp.broadcast_to(seen_BxCxT[:, None], (B, H // K, C, T)).reshape(B, 1, M, T)
-    weight_BxKxMxT = jax.nn.softmax(jnp.where(seen_Bx1xMxT, score_BxKxMxT, -1e30), axis=-1)
-    out_BxKxMxd = jnp.einsum("bkmt,bktd->bkmd", weight_BxKxMxT.astype(v_BxKxTxd.dtype), v_BxKxTxd)
-    return out_BxKxMxd.reshape(B, K, H // K, C, d).transpose(0, 3, 1, 2, 4).reshape(B, C, H, d)
 
 
 def _dense(config: TransformerConfig, features: int, name: str, scale: float = 1.0) -> nn.Dense:
@@ -101,11 +67,12 @@ class Attention(nn.Module):
         qk = rotate(qk, where.angles)
         q, k = qk[:, :, : c.heads], qk[:, :, c.heads :]
         if layer is None:
-            out = grouped_attention(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), where.position)
+            out = grouped_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), where.position)
         else:
             layer = kv.write(layer, k, v, where.slots)
-            sizes = kv.widths(c, layer.k.shape[2])
-            out = kv.read(layer, lambda k, v: grouped_attention(q, k, v, where.position), where.needed, sizes)
+            attend = decode_attention if x_BxCxD.shape[1] == 1 else grouped_attention
+            sizes = kv.widths(c, layer.v.shape[2])
+            out = kv.read(layer, lambda k, v: attend(q, k, v, where.position), where.needed, sizes)
         out = out.reshape(*x_BxCxD.shape[:2], c.heads * c.head_dim)
         return _dense(c, c.width, "out", _residual_scale(c))(out), layer
 
@@ -164,7 +131,7 @@ class Transformer(nn.Module):
         self, cache: kv.Cache, tokens_BxC: Array, start_B: Array, count_B: Array
     ) -> tuple[Array, Array, kv.Cache]:
         """Appends the first ``count`` tokens of each row at ``start`` and returns hidden, value and the new cache."""
-        chunk, capacity = tokens_BxC.shape[1], cache[0].k.shape[2]
+        chunk, capacity = tokens_BxC.shape[1], cache[0].v.shape[2]
         slots = kv.slots(start_B, count_B, chunk, capacity)
         needed = jnp.where(count_B > 0, start_B + count_B, 0)
         where = self._where(start_B[:, None] + jnp.arange(chunk)[None, :], slots, needed)
