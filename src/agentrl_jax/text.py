@@ -57,13 +57,9 @@ def to_str(text: Text) -> str:
     return to_bytes(text).decode("utf-8", errors="replace")
 
 
-def _text(x: Pattern) -> Text:
-    return x if isinstance(x, Text) else literal(x)
-
-
-def _open(x: Pattern) -> tuple[Array, Array]:
-    """``(int32[C], int32[])``: bytes widened before any arithmetic, and the length."""
-    text = _text(x)
+def widen(x: Pattern) -> tuple[Array, Array]:
+    """``(data int32[C], length int32[])``: bytes widened before any arithmetic, and the length."""
+    text = x if isinstance(x, Text) else literal(x)
     return jnp.asarray(text.data).astype(jnp.int32), jnp.asarray(text.length, jnp.int32)
 
 
@@ -79,9 +75,25 @@ def _is_space(data: Array) -> Array:
 
 def resize(text: Pattern, capacity: int) -> tuple[Text, Array]:
     """The same string with another capacity, cut when it does not fit: ``(Text, overflow bool[])``."""
-    data, length = _open(text)
+    data, length = widen(text)
     data = jnp.pad(data, (0, max(capacity - data.shape[0], 0)))[:capacity]
     return _close(data, jnp.minimum(length, capacity)), length > capacity
+
+
+def where(condition: Array, a: Pattern, b: Pattern) -> Text:
+    """``a`` where the ``bool[]`` condition holds, else ``b``, with the larger of their capacities."""
+    (data_a, length_a), (data_b, length_b) = widen(a), widen(b)
+    capacity = max(data_a.shape[0], data_b.shape[0])
+    data_a, data_b = (jnp.pad(d, (0, capacity - d.shape[0])) for d in (data_a, data_b))
+    return _close(jnp.where(condition, data_a, data_b), jnp.where(condition, length_a, length_b))
+
+
+def compact(data: Array, keep: Array, capacity: int) -> tuple[Text, Array]:
+    """The bytes ``data [N]`` where ``keep [N]`` is true, in order, cut at ``capacity``: ``(Text, overflow bool[])``."""
+    data, kept = jnp.asarray(data).astype(jnp.int32), jnp.cumsum(keep.astype(jnp.int32))
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    out = jnp.sum(jnp.where(keep & (kept == slot[:, None] + 1), data, 0), axis=1)
+    return _close(out, jnp.minimum(kept[-1], capacity)), kept[-1] > capacity
 
 
 def concat(*texts: Pattern, capacity: int) -> tuple[Text, Array]:
@@ -89,7 +101,7 @@ def concat(*texts: Pattern, capacity: int) -> tuple[Text, Array]:
 
     One gather: output byte ``i`` reads piece ``j``, the last that begins at or before ``i``.
     """
-    opened = [_open(t) for t in texts]
+    opened = [widen(t) for t in texts]
     pool = jnp.concatenate([data for data, _ in opened])
     position = jnp.arange(capacity, dtype=jnp.int32)
     index, offset, base = position, jnp.int32(0), 0
@@ -102,8 +114,10 @@ def concat(*texts: Pattern, capacity: int) -> tuple[Text, Array]:
 
 def slice_(text: Pattern, start: Array | int, stop: Array | int, capacity: int | None = None) -> Text:
     """Bytes ``[start, stop)``, both clamped to ``[0, length]``, cut to ``capacity`` (by default that of ``text``)."""
-    data, length = _open(text)
+    data, length = widen(text)
     capacity = data.shape[0] if capacity is None else capacity
+    if isinstance(start, int) and start <= 0:
+        return resize(Text(data, jnp.clip(jnp.asarray(stop, jnp.int32), 0, length)), capacity)[0]
     start = jnp.clip(jnp.asarray(start, jnp.int32), 0, length)
     stop = jnp.clip(jnp.asarray(stop, jnp.int32), start, length)
     out = jnp.take(data, start + jnp.arange(capacity, dtype=jnp.int32), mode="clip")
@@ -112,8 +126,8 @@ def slice_(text: Pattern, start: Array | int, stop: Array | int, capacity: int |
 
 def _matches(text: Pattern, pattern: Pattern, start: Array | int) -> Array:
     """``bool[C + 1]``: whether the pattern stands at each position, the end included, at or after ``start``."""
-    data, length = _open(text)
-    want, size = _open(pattern)
+    data, length = widen(text)
+    want, size = widen(pattern)
     c, p = data.shape[0], want.shape[0]
     row = c + p
     # Row k of this matrix is the text shifted by k: rows of a periodic sequence cut one element longer than its period.
@@ -144,8 +158,8 @@ def contains(text: Pattern, pattern: Pattern) -> Array:
 
 def startswith(text: Pattern, pattern: Pattern) -> Array:
     """Whether the text begins with the pattern, ``bool[]``."""
-    data, length = _open(text)
-    want, size = _open(pattern)
+    data, length = widen(text)
+    want, size = widen(pattern)
     n = min(data.shape[0], want.shape[0])
     same = (data[:n] == want[:n]) | (jnp.arange(n, dtype=jnp.int32) >= size)
     return jnp.all(same) & (size <= length)
@@ -153,22 +167,21 @@ def startswith(text: Pattern, pattern: Pattern) -> Array:
 
 def endswith(text: Pattern, pattern: Pattern) -> Array:
     """Whether the text ends with the pattern, ``bool[]``."""
-    size, length = _open(pattern)[1], _open(text)[1]
+    size, length = widen(pattern)[1], widen(text)[1]
     tail = slice_(text, length - size, length)
     return equal(tail, pattern) & (size <= length)
 
 
 def equal(a: Pattern, b: Pattern) -> Array:
     """Whether two strings have the same bytes, ``bool[]``; their capacities may differ."""
-    (data_a, length_a), (data_b, length_b) = _open(a), _open(b)
+    (data_a, length_a), (data_b, length_b) = widen(a), widen(b)
     n = min(data_a.shape[0], data_b.shape[0])
     return jnp.all(data_a[:n] == data_b[:n]) & (length_a == length_b)
 
 
 def is_blank(text: Pattern) -> Array:
     """Whether the string is empty or ASCII whitespace throughout, ``bool[]``."""
-    first, last = _trim(*_open(text))
-    return last < first
+    return _trim(*widen(text))[1] < 0
 
 
 def _trim(data: Array, length: Array) -> tuple[Array, Array]:
@@ -180,13 +193,13 @@ def _trim(data: Array, length: Array) -> tuple[Array, Array]:
 
 def strip(text: Pattern) -> Text:
     """The string without leading and trailing ASCII whitespace."""
-    first, last = _trim(*_open(text))
+    first, last = _trim(*widen(text))
     return slice_(text, first, last + 1)
 
 
 def lower(text: Pattern) -> Text:
     """ASCII upper-case letters in lower case; other bytes as they are."""
-    data, length = _open(text)
+    data, length = widen(text)
     return _close(jnp.where((data >= 65) & (data <= 90), data + 32, data), length)
 
 
@@ -196,7 +209,7 @@ def hash_(text: Pattern) -> Array:
     ``fmix(length + sum_i fmix(257 i + byte_i + 1))`` with MurmurHash3's finaliser (Appleby, 2011): a sum of mixed
     (position, byte) pairs, so it is one vector expression instead of a chain over bytes.
     """
-    data, length = _open(text)
+    data, length = widen(text)
     position = jnp.arange(data.shape[0], dtype=jnp.int32)
     mixed = _fmix((257 * position + data + 1).astype(jnp.uint32))
     total = jnp.sum(jnp.where(position < length, mixed, jnp.uint32(0)), dtype=jnp.uint32)
@@ -213,10 +226,10 @@ def split(text: Pattern, separator: Pattern | int, parts: int, capacity: int) ->
     """The pieces between one-byte separators, as ``bytes.split``: ``(Text[parts], count int32[], overflow bool[])``.
 
     ``separator`` is a byte value or a string of one byte. ``count`` is the number of pieces returned, at most
-    ``parts``; ``overflow`` is set when there are more, or when a piece is cut to ``capacity``. Pieces beyond ``count`` are empty.
+    ``parts``, and later ones are empty; ``overflow`` is set when there are more, or a piece is cut to ``capacity``.
     """
-    data, length = _open(text)
-    byte = jnp.int32(separator) if isinstance(separator, int) else _open(separator)[0][0]
+    data, length = widen(text)
+    byte = jnp.int32(separator) if isinstance(separator, int) else widen(separator)[0][0]
     position = jnp.arange(data.shape[0], dtype=jnp.int32)
     cut = (data == byte) & (position < length)
     seen = jnp.cumsum(cut.astype(jnp.int32))
@@ -231,7 +244,7 @@ def split(text: Pattern, separator: Pattern | int, parts: int, capacity: int) ->
 
 def last_line(text: Pattern) -> Text:
     """The last line that is not blank, without surrounding whitespace; empty when there is none."""
-    data, length = _open(text)
+    data, length = widen(text)
     _, last = _trim(data, length)
     position = jnp.arange(data.shape[0], dtype=jnp.int32)
     newline = jnp.max(jnp.where((data == _NEWLINE) & (position < last), position, -1))
@@ -244,7 +257,7 @@ def between(text: Pattern, opening: Pattern, closing: Pattern) -> tuple[Text, Ar
 
     From the last opening tag that has a closing tag behind it to the first such closing tag; empty when not found.
     """
-    size = _open(opening)[1]
+    size = widen(opening)[1]
     starts = _matches(text, opening, 0)
     position = jnp.arange(starts.shape[0], dtype=jnp.int32)
     last = rfind(text, closing)
@@ -268,19 +281,19 @@ def format_int(value: Array | int, capacity: int = INT_CAPACITY) -> Text:
     magnitude = jnp.where(negative, -number.astype(jnp.uint32), number.astype(jnp.uint32))
     digits = (magnitude // _POW10 % 10).astype(jnp.int32)
     count = 1 + jnp.sum(magnitude >= _POW10[1:], dtype=jnp.int32)
-    return _from_digits(digits, count, negative, capacity)
+    return format_digits(digits, count, negative, capacity)
 
 
-def _from_digits(digits: Array, count: Array, negative: Array, capacity: int) -> Text:
-    """Text of ``count`` digits given least significant first, with a sign in front when negative."""
+def format_digits(digits: Array, count: Array, negative: Array, capacity: int) -> Text:
+    """Text of the first ``count`` of ``digits``, given least significant first, with a sign in front when negative."""
     sign = negative.astype(jnp.int32)
     position = jnp.arange(capacity, dtype=jnp.int32)
     out = _ZERO + jnp.take(digits, count - 1 - (position - sign), mode="clip")
     return _close(jnp.where(negative & (position == 0), _MINUS, out), jnp.minimum(count + sign, capacity))
 
 
-def _number_span(data: Array, length: Array) -> tuple[Array, Array, Array, Array]:
-    """``(position, body bool[C], last, negative)``: what stands between surrounding whitespace, less one sign."""
+def number_span(data: Array, length: Array) -> tuple[Array, Array, Array, Array]:
+    """``(position int32[C], body bool[C], last, negative)``: what is between whitespace at the ends, less one sign."""
     first, last = _trim(data, length)
     position = jnp.arange(data.shape[0], dtype=jnp.int32)
     lead = position == first
@@ -294,8 +307,8 @@ def parse_int(text: Pattern) -> tuple[Array, Array]:
 
     A number outside int32 is invalid; leading zeros are not.
     """
-    data, length = _open(text)
-    position, body, last, negative = _number_span(data, length)
+    data, length = widen(text)
+    position, body, last, negative = number_span(data, length)
     digit = data - _ZERO
     good = jnp.all(~body | ((digit >= 0) & (digit <= 9))) & jnp.any(body)
     digit = jnp.where(body & good, digit, 0).astype(jnp.uint32)
@@ -315,8 +328,8 @@ def parse_decimal(text: Pattern) -> tuple[Array, Array]:
     Nine significant digits are read as an integer and scaled by a power of ten: within two units in the last place.
     A number beyond float32 is invalid.
     """
-    data, length = _open(text)
-    position, body, last, negative = _number_span(data, length)
+    data, length = widen(text)
+    position, body, last, negative = number_span(data, length)
     dot, digit = body & (data == _DOT), data - _ZERO
     numeral = body & ~dot
     good = jnp.all(~numeral | ((digit >= 0) & (digit <= 9))) & jnp.any(numeral) & (jnp.sum(dot) <= 1)
@@ -365,7 +378,7 @@ def format_decimal(value: Array | float, decimals: int, capacity: int) -> tuple[
     digits = jnp.concatenate([low, point, high])
     count = low.shape[0] + point.shape[0] + 1 + jnp.sum(whole >= _POW10[1:], dtype=jnp.int32)
     negative = (value < 0) & ((whole > 0) | (rest > 0))
-    out = _from_digits(digits, jnp.where(held, count, 0), negative & held, capacity)
+    out = format_digits(digits, jnp.where(held, count, 0), negative & held, capacity)
     return out, ~held | (count + negative > capacity)
 
 
