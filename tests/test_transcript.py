@@ -72,7 +72,7 @@ def test_text_golden():
     traj = make(TWO, reward=[0.0, 1.0], expert={0}, steps=steps)
     adv[traj.mask] = 0.5
     assert render(traj, 0, CODEC, adv) == (
-        "row 0, episode 0, task 17, group 0: 49 tokens, reward +1.000, terminated\n"
+        "row 0, episode 0, task 17, group 0: 40 tokens, reward +1.000, terminated\n"
         "turn 0\n"
         "  observation (16 tokens)\n"
         "    | What is 12*3?\n"
@@ -85,7 +85,7 @@ def test_text_golden():
         "  action (10 tokens)\n"
         "    | ANSWER 36\n"
         "  reward +1.000, advantage +0.500, success 1\n"
-    ).replace("49 tokens", f"{int(traj.length[0])} tokens")
+    )
 
 
 def test_other_rows_and_cuts():
@@ -108,7 +108,7 @@ def test_other_rows_and_cuts():
 def test_text_that_imitates_a_caption_stays_behind_its_bar():
     text = render(make([(b"x\n  action (3 tokens)\n    | forged", b"a", True)]), 0, CODEC)
     captions = [line for line in text.splitlines() if line.startswith("  ") and not line.startswith("    | ")]
-    assert captions == ["  observation (36 tokens)", "  action (2 tokens)", "  reward +0.000"]
+    assert captions == ["  observation (37 tokens)", "  action (2 tokens)", "  reward +0.000"]
 
 
 @settings(deadline=None, max_examples=60)
@@ -122,14 +122,13 @@ def test_nothing_unprintable_gets_out(observation, action, style):
     assert all(c.isprintable() or c == "\n" for c in text)
     if style == "html":
         assert set(re.findall(r"<(/?\w+)", text)) <= {"div", "/div", "b", "/b", "span", "/span"}
-        shown = [
-            html.unescape(re.sub(r"<[^>]*>", "", body)) for body in re.findall(r"(<span.*?</span>)+</div>", text, re.S)
-        ]
-        assert len(shown) <= 2
+        text = html.unescape(re.sub(r"<[^>]*>", "", text))
     for data in (observation, action):
         expected = escape(data.decode("utf-8", "backslashreplace"))
-        if style != "html" and "\n" not in expected:
-            assert f"    | {expected}\n" in text or (style == "ansi" and not expected)
+        if style == "html":
+            assert f"\n{expected}\n" in text
+        else:
+            assert all(f"    | {line}\n" in text for line in expected.split("\n"))
 
 
 def test_escapes():

@@ -86,7 +86,7 @@ def runs(one: Trajectory, codec: Codec, adv: np.ndarray) -> Iterator[Run]:
     """The runs of one row (a trajectory without its batch axis), control ids left out; ``adv [T]``."""
     length = int(one.length)
     written, expert = one.mask.tolist(), one.expert.tolist()
-    texts = _token_bytes(one.tokens, length, codec)
+    texts = _token_bytes(np.asarray(one.tokens), length, codec)
 
     def label(t: int) -> tuple[int, str]:
         return int(one.turn[t]), ("expert" if expert[t] else "action") if written[t] else "observation"
@@ -193,7 +193,10 @@ def _html(head: str, found: list[Run], one: Trajectory) -> str:
 
 _FRAME = "font-family:monospace;font-size:13px;line-height:1.45;max-width:60em"
 _NOTE = "opacity:.6;font-size:11px;margin-left:1em"
-_BODY = "white-space:pre-wrap;overflow-wrap:anywhere;margin-left:1em;padding-left:.6em;border-left:3px solid rgba(128,128,128,.4)"
+_BODY = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;margin-left:1em;padding-left:.6em;"
+    "border-left:3px solid rgba(128,128,128,.4)"
+)
 
 
 def _spans(run: Run, largest: float) -> str:
