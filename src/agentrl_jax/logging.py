@@ -24,8 +24,10 @@ _SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("success", "success", "{:.1%}"),
     ("tool_rate", "tool rate", "{:.1%}"),
+    ("tool_calls", "tool calls", "{:.2f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("kl", "KL", "{:.2e}"),
+    ("kl_old", "KL", "{:.2e}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )
 
@@ -165,8 +167,10 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """A live one-line-a-metric display on a terminal, and a plain line every ``every`` steps elsewhere.
+    """A live display on a terminal, and a plain line every ``every`` steps elsewhere.
 
+    It shows phase, steps and time left, and of the metrics ``reward``, ``success``, ``tool_rate``, ``tool_calls``,
+    ``entropy``, ``kl`` (or ``kl_old``) and ``tokens_per_second`` those that there are.
     Nothing a metric does stops training: one that is missing, not a number or not finite is shown as ``-``.
 
     Args:
@@ -234,8 +238,9 @@ class Progress:
         bar = ProgressBar(total=max(self._total, 1), completed=step, width=30)
         head.add_row(Text(phase, style="bold"), bar, f"{step}/{self._total}", f"left {self._clock.left()}")
         numbers = Table.grid(padding=(0, 2))
-        numbers.add_row(*(Text(label, style="dim") for _, label, _ in _SHOWN))
-        numbers.add_row(*(_shown(metrics.get(name), form) for name, _, form in _SHOWN))
+        shown = [(name, label, form) for name, label, form in _SHOWN if name in metrics]
+        numbers.add_row(*(Text(label, style="dim") for _, label, _ in shown))
+        numbers.add_row(*(_shown(metrics[name], form) for name, _, form in shown))
         return Group(head, numbers)
 
 
