@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,11 +41,11 @@ def check_env(env: Environment, key: Array | None = None, episodes: int = 8, par
     ``vmap`` with traced parameters, also one set a row; they return the same shapes and dtypes; the state is a fixed
     point of ``step`` and holds no typed key; observations have the declared capacity and zeros beyond their length;
     info names are declared, its values and rewards finite; no episode is over at reset; ``terminated`` and
-    ``truncated`` are never both set; results depend on arguments alone (a second trace, unbatched, agrees); equal
-    keys share the first observation; empty text, NULs, invalid UTF-8 and random bytes of any length never fail; the
-    expert's text fits and earns at least what random text earns; the anchor is one uint32. An episode that is not
-    over after ``max_turns`` is legal: the rollout cuts it. That an anchor ignores the step counter cannot be seen
-    from outside.
+    ``truncated`` are never both set; results depend on the arguments alone (two traces agree) and not on the other
+    rows of the batch; equal keys share the first observation; empty text, NULs, invalid UTF-8 and random bytes of any
+    length never fail; the expert's text fits and earns at least what random text earns; the anchor is one uint32. An
+    episode that is not over after ``max_turns`` is legal: the rollout cuts it. That an anchor ignores the step
+    counter cannot be seen from outside.
 
     Raises:
       ValueError: ``env`` is no Environment or ``episodes < 1``.
@@ -196,22 +197,34 @@ def _check_play(env: Environment, keys: Array, params: PyTree, texts: Text, kind
     rows = kinds * episodes
     teach = jnp.arange(rows) >= (rows - episodes if env.expert else rows)
     every = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), params)
-    keys = jnp.tile(keys, kinds)
-
-    def play(k, p, t, e):
-        return _episode(env, k, p, t, e)
-
-    batch = jax.device_get(jax.jit(jax.vmap(play))(keys, every, texts, teach))
+    args = (jnp.tile(keys, kinds), every, texts, teach)
+    _check_trace(env, jax.tree.map(lambda x: x[0], args))
+    # One compiled program for everything: compiling is most of the cost of a check.
+    program = jax.jit(jax.vmap(lambda *a: _episode(env, *a)))
+    batch = jax.device_get(program(*args))
     _check_first(env, batch.first, kinds, episodes)
     _check_turns(env, batch)
-    last = rows - 1
-    alone = jax.device_get(jax.jit(play)(keys[last], params, jax.tree.map(lambda x: x[last], texts), teach[last]))
-    _check_equal(env, alone, jax.tree.map(lambda x: x[last], batch))
+    for row in sorted({rows // 2, rows - 1}):
+        alone = program(*jax.tree.map(lambda x, row=row: jnp.broadcast_to(x[row], x.shape), args))
+        _check_equal(env, _pick(jax.device_get(alone), 0), _pick(batch, row))
     return _report(env, batch, teach)
 
 
+def _pick(play: Play, row: int) -> Play:
+    return jax.tree.map(lambda x: x[row], play)
+
+
+def _check_trace(env: Environment, args: tuple[Any, ...]) -> None:
+    """Two traces must be the same program: NumPy's random numbers, or a clock, would show as other constants."""
+    traces = [jax.make_jaxpr(lambda *a: _episode(env, *a))(*args) for _ in range(2)]
+    texts = [re.sub(r"0x[0-9a-f]+", "", str(trace)) for trace in traces]
+    consts = zip(*(trace.consts for trace in traces), strict=False)
+    same = texts[0] == texts[1] and all(np.array_equal(a, b) for a, b in consts)
+    _require(same, env, "two traces must give the same program: all randomness comes from the key")
+
+
 def _check_equal(env: Environment, alone: Play, row: Play) -> None:
-    rule = "the same arguments must give the same result, traced again and without vmap (randomness comes from the key)"
+    rule = "an episode must not depend on the other rows of the batch (a loop's body must leave finished rows alone)"
     flat = zip(jax.tree_util.tree_leaves_with_path(alone), jax.tree.leaves(row), strict=True)
     for (path, a), b in flat:
         same = np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
