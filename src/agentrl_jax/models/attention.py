@@ -6,6 +6,8 @@ M = G * C, d head width.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -50,38 +52,35 @@ def grouped_attention(q_BxCxHxd: Array, k_BxKxdxT: Array, v_BxKxTxd: Array, posi
     return out_BxKxMxd.reshape(B, K, H // K, C, d).transpose(0, 3, 1, 2, 4).reshape(B, C, H, d)
 
 
-def decode_attention(q_Bx1xHxd: Array, k_BxKxdxT: Array, v_BxKxTxd: Array, position_Bx1: Array) -> Array:
-    """``grouped_attention`` of one token a row, from keys stored with positions last.
+def decode_attention(q_Bx1xHxd: Array, k_BxKxdxT: Array, v_BxKxTxd: Array, position_Bx1: Array, size: int) -> Array:
+    """``grouped_attention`` of one token a row to the first ``size`` positions of a cache whose keys have them last.
 
-    Both products are written as sums of ``d`` and of 8 terms, element-wise along the contiguous axis: XLA fuses each
-    with the slice that its operand is, so a prefix of the cache is read once and never copied, and the loops vectorise. One
-    matrix product a row and head took twice as long on CPU.
+    Both products are written as sums of ``d`` and of 8 terms, element-wise along the contiguous axis. XLA fuses such a
+    sum with the slices it reads, so a prefix of the cache is read once and never copied, and the loops vectorise: on
+    CPU 2.5 times as fast as a matrix product for each row and head.
     """
     B, _, H, d = q_Bx1xHxd.shape
-    K, _, T = k_BxKxdxT.shape[1:]
-    q_BxKxGxd = (q_Bx1xHxd * d**-0.5).reshape(B, K, H // K, d).astype(jnp.float32)
-    score_BxKxGxT = sum(q_BxKxGxd[..., i, None] * k_BxKxdxT[:, :, None, i] for i in range(d))
-    seen_Bx1x1xT = jnp.arange(T)[None, None, None, :] <= position_Bx1[:, :, None, None]
+    K = k_BxKxdxT.shape[1]
+    q_BxKxGxd = (q_Bx1xHxd * d**-0.5).reshape(B, K, H // K, d)
+    score_BxKxGxT = _sum([q_BxKxGxd[..., i, None] * k_BxKxdxT[:, :, None, i, :size] for i in range(d)])
+    seen_Bx1x1xT = jnp.arange(size)[None, None, None, :] <= position_Bx1[:, :, None, None]
     weight_BxKxGxT = jax.nn.softmax(jnp.where(seen_Bx1x1xT, score_BxKxGxT, _MASKED), axis=-1)
-    out_BxKxGxd = _sum_positions(weight_BxKxGxT, v_BxKxTxd)
-    return out_BxKxGxd.reshape(B, 1, H, d).astype(q_Bx1xHxd.dtype)
+    return _sum_positions(weight_BxKxGxT, v_BxKxTxd, size).reshape(B, 1, H, d).astype(q_Bx1xHxd.dtype)
 
 
-def _sum_positions(weight_BxKxGxT: Array, v_BxKxTxd: Array) -> Array:
-    """``sum_t weight[t] v[t]``: every eighth position with its weight, then the partial sums."""
-    whole = v_BxKxTxd.shape[2] // _TERMS * _TERMS
-    parts = [
-        weight_BxKxGxT[..., i:whole:_TERMS, None] * v_BxKxTxd[:, :, None, i:whole:_TERMS]
-        for i in range(_TERMS if whole else 0)
-    ]
-    rest = [weight_BxKxGxT[..., i, None] * v_BxKxTxd[:, :, None, i] for i in range(whole, v_BxKxTxd.shape[2])]
-    return sum(_slices(sum(parts)) + rest if parts else rest)
+def _sum(terms: list[Array]) -> Array:
+    return functools.reduce(jnp.add, (x.astype(jnp.float32) for x in terms))
 
 
-def _slices(x: Array) -> list[Array]:
-    """The entries of axis -2, added up in groups of eight while there are many."""
-    while x.shape[-2] > 4 * _TERMS:
-        whole = x.shape[-2] // _TERMS * _TERMS
-        rest = x[..., whole:, :]
-        x = jnp.concatenate([sum(x[..., i:whole:_TERMS, :] for i in range(_TERMS)), rest], axis=-2)
-    return [x[..., i, :] for i in range(x.shape[-2])]
+def _sum_positions(weight_BxKxGxT: Array, v_BxKxTxd: Array, size: int) -> Array:
+    """``sum_t weight[t] v[t]`` over ``t < size``: sums of eight neighbours, then of those, then the rest."""
+    terms = []
+    whole, reach = size // _TERMS, v_BxKxTxd.shape[2] // _TERMS
+    if whole:
+        # Split before slicing: the split is free, while a slice before it would be copied.
+        v = v_BxKxTxd[:, :, : reach * _TERMS].reshape(*v_BxKxTxd.shape[:2], 1, reach, _TERMS, -1)[:, :, :, :whole]
+        weight = weight_BxKxGxT[..., : whole * _TERMS].reshape(*weight_BxKxGxT.shape[:3], whole, _TERMS)
+        partial = _sum([weight[..., i, None] * v[..., i, :] for i in range(_TERMS)])
+        terms += [partial[..., i, :] for i in range(whole)]
+    terms += [weight_BxKxGxT[..., i, None] * v_BxKxTxd[:, :, None, i] for i in range(whole * _TERMS, size)]
+    return _sum(terms)

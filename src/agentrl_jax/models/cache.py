@@ -63,15 +63,15 @@ def widths(config: TransformerConfig, capacity: int) -> tuple[int, ...]:
     return (*sorted({w for w in wanted if w < capacity}), capacity)
 
 
-def read(layer: LayerCache, attend: Callable[[Array, Array], Array], needed: Array, sizes: tuple[int, ...]) -> Array:
-    """``attend(k, v)`` over the smallest prefix of ``sizes`` that holds ``max(needed)`` positions.
+def read(layer: LayerCache, attend: Callable[[LayerCache, int], Array], needed: Array, sizes: tuple[int, ...]) -> Array:
+    """``attend(layer, size)`` over the smallest prefix of ``sizes`` that holds ``max(needed)`` positions.
 
     The cache is only read inside the branches: a branch that returned one would copy it at every token.
     """
 
     def at(size):
-        return lambda layer: attend(layer.k[..., :size], layer.v[:, :, :size])
+        return lambda layer: attend(layer, size)
 
     if len(sizes) == 1:
-        return attend(layer.k, layer.v)
+        return attend(layer, sizes[0])
     return jax.lax.switch(control.width_index(sizes, needed), [at(size) for size in sizes], layer)

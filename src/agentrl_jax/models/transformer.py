@@ -52,6 +52,12 @@ class Where(NamedTuple):
     needed: Array | None = None
 
 
+def _attend(q: Array, layer: kv.LayerCache, position: Array, size: int) -> Array:
+    if q.shape[1] == 1:
+        return decode_attention(q, layer.k, layer.v, position, size)
+    return grouped_attention(q, layer.k[..., :size], layer.v[:, :, :size], position)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions; queries, keys and values come from one matrix product."""
 
@@ -70,9 +76,8 @@ class Attention(nn.Module):
             out = grouped_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), where.position)
         else:
             layer = kv.write(layer, k, v, where.slots)
-            attend = decode_attention if x_BxCxD.shape[1] == 1 else grouped_attention
             sizes = kv.widths(c, layer.v.shape[2])
-            out = kv.read(layer, lambda k, v: attend(q, k, v, where.position), where.needed, sizes)
+            out = kv.read(layer, lambda layer, size: _attend(q, layer, where.position, size), where.needed, sizes)
         out = out.reshape(*x_BxCxD.shape[:2], c.heads * c.head_dim)
         return _dense(c, c.width, "out", _residual_scale(c))(out), layer
 
