@@ -21,14 +21,19 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-no
 
 def as_float(x: Array | float) -> Array:
     """``x`` in float32 at least: integers, booleans and half precisions are widened, float64 stays."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    array = jnp.asarray(x)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
 def fill(x: Array | float, mask: Array | None, value: float = 0.0) -> Array:
     """``x`` where ``mask``, else ``value``, in float32 at least; ``mask=None`` keeps everything."""
     x = as_float(x)
     return x if mask is None else jnp.where(jnp.asarray(mask).astype(bool), x, value)
+
+
+def fixed(x: Array | float, mask: Array | None = None) -> Array:
+    """``x`` without gradient, 0 outside ``mask`` (a scalar is not masked)."""
+    return jax.lax.stop_gradient(fill(x, mask if jnp.ndim(x) else None))
 
 
 def masked_sum(x: Array, mask: Array, axis: Axis = None, *, keepdims: bool = False) -> Array:
