@@ -114,7 +114,7 @@ class Transformer(nn.Module):
 
     config: TransformerConfig
 
-    def setup(self):
+    def setup(self) -> None:
         """Declares every parameter, so that any method initialises them all."""
         c = self.config
         init = nn.initializers.normal(c.width**-0.5)
