@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -472,3 +473,46 @@ def test_foreign_manifest_is_refused(tmp_path):
     (tmp_path / "step_4" / "manifest.json").write_text("[" * 100000)
     assert "not a checkpoint manifest" in scan(tmp_path).skipped[-1].reason
     assert json.loads((tmp_path / "step_1" / "manifest.json").read_text())["body"]["step"] == 1
+
+
+TOGETHER = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from agentrl_jax.checkpoint import Checkpoints, steps
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+spread, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+make = lambda: {"w": jnp.arange(8.0), "r": jnp.ones(3, jnp.bfloat16), "key": jax.random.key(3)}
+state = jax.jit(make, out_shardings={"w": spread, "r": everywhere, "key": everywhere})()
+with Checkpoints(sys.argv[3], keep_last=2) as manager:
+    for step in range(3):
+        manager.save(step, state, {"step": step})
+    out = manager.restore(state)
+assert (out.step, out.metadata, steps(sys.argv[3])) == (2, {"step": 2}, [1, 2])
+assert all(out.state[name].sharding == state[name].sharding for name in state)
+for name in ("w", "r"):
+    for new, old in zip(out.state[name].addressable_shards, state[name].addressable_shards, strict=True):
+        assert new.data.tolist() == old.data.tolist()
+assert jax.random.key_data(out.state["key"]).addressable_data(0).tolist() == [0, 3]
+"""
+
+
+def test_two_processes_write_one_checkpoint(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    both = [
+        subprocess.Popen([sys.executable, "-c", TOGETHER, port, rank, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
+    ]
+    try:
+        errors = [process.communicate(timeout=90)[1] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], "\n".join(errors)
+    whole = restore(tmp_path, {"w": jnp.zeros(8), "r": jnp.zeros(3, jnp.bfloat16), "key": jax.random.key(0)}).state
+    assert whole["w"].tolist() == list(range(8))  # One process reads what two have written.

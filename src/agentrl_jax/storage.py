@@ -165,11 +165,12 @@ def place(data: np.ndarray | None, like: Any) -> Any:
     sharding = getattr(like, "sharding", None)
     if isinstance(like, jax.Array) and not like.committed:
         sharding = None  # Committing it to a device would make the resumed program compile again.
-    value = _on_device(data, None if _is_key(like) else sharding)
     if not _is_key(like):
-        return value
-    keys = jax.random.wrap_key_data(value, impl=_key_impl(like))
-    return keys if sharding is None else jax.device_put(keys, sharding)
+        return _on_device(data, sharding)
+    # Over several processes the key data take the sharding of the keys: their last axis is one more, and unsharded.
+    spread = sharding is not None and not sharding.is_fully_addressable
+    keys = jax.random.wrap_key_data(_on_device(data, sharding if spread else None), impl=_key_impl(like))
+    return keys if spread or sharding is None else jax.device_put(keys, sharding)
 
 
 def _empty(like: Any) -> np.ndarray:
