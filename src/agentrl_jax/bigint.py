@@ -23,7 +23,7 @@ CAPACITY = MAX_DIGITS + 1
 """Bytes that hold every value as text: 18 digits and a sign."""
 
 _TOP = 100  # the fifth limb of a value below 10**18 is below this
-_BIAS = 30_000  # in units of BASE: makes every dividend of a carry positive, where truncation is floor
+_BIAS = 30_000  # in units of BASE: makes every limb positive before it is carried
 _PLACES = np.asarray([1000, 100, 10, 1], np.int32)
 
 
@@ -76,20 +76,25 @@ def equal(a: BigInt, b: BigInt) -> Array:
 
 def add(a: BigInt, b: BigInt) -> tuple[BigInt, Array]:
     """``a + b`` and whether it overflows 18 digits (then 0)."""
-    return _signed(jnp.asarray(a.limbs) + b.limbs)
+    return settle(jnp.asarray(a.limbs) + b.limbs)
 
 
 def sub(a: BigInt, b: BigInt) -> tuple[BigInt, Array]:
     """``a - b`` and whether it overflows 18 digits (then 0)."""
-    return _signed(jnp.asarray(a.limbs) - b.limbs)
+    return settle(jnp.asarray(a.limbs) - b.limbs)
 
 
 def mul(a: BigInt, b: BigInt) -> tuple[BigInt, Array]:
     """``a * b`` and whether it overflows 18 digits (then 0)."""
+    return settle(product_columns(a, b))
+
+
+def product_columns(a: BigInt, b: BigInt) -> Array:
+    """Limbs of ``a * b`` before carrying, ``int32[9]``: ``sum_i a[i] * b[k - i]``, for ``settle``."""
     outer = jnp.asarray(a.limbs)[:, None] * jnp.asarray(b.limbs)[None, :]
     # Row i shifted right by i, by cutting the padded rows one element short; columns are then powers of the base.
     skewed = jnp.pad(outer, ((0, 0), (0, LIMBS))).reshape(-1)[: LIMBS * (2 * LIMBS - 1)].reshape(LIMBS, -1)
-    return _signed(jnp.sum(skewed, axis=0, dtype=jnp.int32))
+    return jnp.sum(skewed, axis=0, dtype=jnp.int32)
 
 
 def floordiv(a: BigInt, b: BigInt) -> tuple[BigInt, Array]:
@@ -113,40 +118,36 @@ def divmod_(a: BigInt, b: BigInt) -> tuple[BigInt, BigInt, Array]:
     """
     sign_a, sign_b = sign(a), sign(b)
     by_zero = sign_b == 0
-    dividend, divisor = a.limbs * sign_a, list(b.limbs * sign_b)
-    divisor[0] = jnp.where(by_zero, 1, divisor[0])
+    # Any divisor will do in place of zero: the results are cleared.
+    divisor = jnp.where(by_zero, 1, b.limbs * sign_b)
     scale = _as_float(divisor)
 
     def next_limb(rest: Array, limb: Array) -> tuple[Array, Array]:
-        longer = [limb, *rest]
+        longer = jnp.concatenate([limb[None], rest])
         guess = jnp.maximum(jnp.floor(_as_float(longer) / scale - 0.05), 0).astype(jnp.int32)
-        less, _ = _carry([r - guess * d for r, d in zip(longer, [*divisor, 0], strict=True)])
-        return jnp.stack(less[:LIMBS]), guess
+        return _carry(longer - guess * jnp.pad(divisor, (0, 1)))[0][:LIMBS], guess
 
     # A loop rather than five copies of its body: division is rare, and the copies cost seconds of compilation.
-    rest, quotient = lax.scan(next_limb, jnp.zeros(LIMBS, jnp.int32), dividend, reverse=True)
-    quotient, rest = _correct(list(quotient), list(rest), divisor, sign_a * sign_b < 0)
-    keep = jnp.where(by_zero, 0, 1)
-    return (
-        BigInt(jnp.stack(quotient) * (sign_a * sign_b * keep)),
-        BigInt(jnp.stack(rest) * (sign_b * keep)),
-        by_zero,
-    )
+    rest, quotient = lax.scan(next_limb, jnp.zeros(LIMBS, jnp.int32), a.limbs * sign_a, reverse=True)
+    quotient, rest = _correct(quotient, rest, divisor, sign_a * sign_b < 0)
+    keep = jnp.where(by_zero, 0, sign_b)
+    return BigInt(quotient * (sign_a * keep)), BigInt(rest * keep), by_zero
 
 
-def _correct(quotient: list, rest: list, divisor: list, floor: Array) -> tuple[list, list]:
+def _correct(quotient: Array, rest: Array, divisor: Array, floor: Array) -> tuple[Array, Array]:
     """Brings the remainder from ``[0, 2 b)`` to ``[0, b)``, then to ``b - r`` where a negative quotient rounds down."""
-    less, borrow = _carry([r - d for r, d in zip(rest, divisor, strict=True)])
+    less, borrow = _carry(rest - divisor)
     over = borrow >= 0
-    rest = [jnp.where(over, x, r) for x, r in zip(less, rest, strict=True)]
-    down = floor & (sum(rest) > 0)
-    rest = _carry([jnp.where(down, d - r, r) for r, d in zip(rest, divisor, strict=True)])[0]
-    first = quotient[0] + over.astype(jnp.int32) + down.astype(jnp.int32)
-    return _carry([first, *quotient[1:]])[0], rest
+    rest = jnp.where(over, less, rest)
+    down = floor & jnp.any(rest > 0)
+    rest = _carry(jnp.where(down, divisor - rest, rest))[0]
+    first = np.arange(LIMBS) == 0
+    return _carry(quotient + jnp.where(first, over.astype(jnp.int32) + down.astype(jnp.int32), 0))[0], rest
 
 
-def _as_float(limbs: list) -> Array:
-    return sum((jnp.asarray(x, jnp.float32) * float(BASE**i) for i, x in enumerate(limbs)), jnp.float32(0.0))
+def _as_float(limbs: Array) -> Array:
+    weights = np.asarray([float(BASE) ** i for i in range(limbs.shape[0])], np.float32)
+    return jnp.sum(limbs.astype(jnp.float32) * weights)
 
 
 def _leading_sign(limbs: Array) -> Array:
@@ -155,26 +156,37 @@ def _leading_sign(limbs: Array) -> Array:
     return jnp.sign(jnp.sum(jnp.sign(limbs) * weights, dtype=jnp.int32))
 
 
-def _carry(limbs: list) -> tuple[list, Array]:
+def _carry(limbs: Array) -> tuple[Array, Array]:
     """Limbs in ``[0, 10**4)`` of the same value, and what is carried out of the last (negative for a negative value).
 
-    Accepts limbs from ``-3 * 10**8`` to ``1.8 * 10**9``.
+    Accepts ``n`` limbs from ``-2.9 * 10**8`` to ``1.8 * 10**9``. No chain of carries: a multiple of ``10**(4 n)`` makes
+    all limbs positive; two parallel passes leave carries of 0 or 1; and these ripple inside one integer addition, as
+    generate and propagate bits (carry look-ahead).
     """
-    out, carry = [], jnp.int32(0)
-    for limb in limbs:
-        total = limb + carry
-        carry = lax.div(total + _BIAS * BASE, jnp.int32(BASE)) - _BIAS
-        out.append(total - carry * BASE)
-    return out, carry
+    n = limbs.shape[0]
+    index = np.arange(n, dtype=np.int32)
+    limbs = limbs + np.where(index == 0, _BIAS * BASE, _BIAS * (BASE - 1)).astype(np.int32)
+    out = jnp.int32(-_BIAS)
+    for _ in range(2):
+        carry = lax.div(limbs, jnp.int32(BASE))
+        limbs = limbs - carry * BASE + jnp.pad(carry[:-1], (1, 0))
+        out = out + carry[-1]
+    generate = jnp.sum((limbs >= BASE).astype(jnp.int32) << index)
+    propagate = jnp.sum((limbs == BASE - 1).astype(jnp.int32) << index)
+    ripple = (propagate + 2 * generate) ^ propagate
+    limbs = limbs + ((ripple >> index) & 1)
+    return jnp.where(limbs >= BASE, limbs - BASE, limbs), out + (ripple >> n)
 
 
-def _signed(limbs: Array) -> tuple[BigInt, Array]:
-    """The value of limbs whose leading sign is that of the value, and whether it has more than 18 digits."""
+def settle(limbs: Array) -> tuple[BigInt, Array]:
+    """Carries limbs that are a sum, difference or product of two values; and whether that has more than 18 digits.
+
+    ``limbs``: at least five, of magnitude below ``1.5 * 10**9``, with the sign of the leading one that of the value.
+    """
     negative = _leading_sign(limbs)
-    out, carry = _carry(list(limbs * negative))
-    high = [*out[LIMBS:], carry, lax.div(out[LIMBS - 1], jnp.int32(_TOP))]
-    overflow = jnp.stack(high).sum() > 0
-    return BigInt(jnp.stack(out[:LIMBS]) * jnp.where(overflow, 0, negative)), overflow
+    out, carry = _carry(limbs * negative)
+    overflow = (carry > 0) | jnp.any(out[LIMBS:] > 0) | (out[LIMBS - 1] >= _TOP)
+    return BigInt(out[:LIMBS] * jnp.where(overflow, 0, negative)), overflow
 
 
 def place_limbs(digit: Array, place: Array) -> Array:

@@ -176,17 +176,17 @@ def _apply(program: _Program, n: Array, count: Array, values: Array, status: Arr
     active = (status == Status.OK) & (n < count)
     a, b = BigInt(values[left]), BigInt(values[right])
     first = jnp.where(code >= _NEGATIVE, 0, a.limbs)
-    second = jnp.where((code == _SUB) | (code == _NEGATIVE), -b.limbs, b.limbs)
-    total, total_over = bigint.add(BigInt(first), BigInt(second))
-    product, product_over = bigint.mul(a, b)
+    total = first + jnp.where((code == _SUB) | (code == _NEGATIVE), -b.limbs, b.limbs)
+    columns = bigint.product_columns(a, b)
+    columns = jnp.where(code == _MUL, columns, jnp.pad(total, (0, columns.shape[0] - total.shape[0])))
+    result, over = bigint.settle(columns)
     divides = (code == _FLOORDIV) | (code == _MOD)
     quotient, remainder, by_zero = lax.cond(
         control.any_(active & divides), bigint.divmod_, lambda x, y: (x, y, jnp.zeros_like(x.limbs[0], bool)), a, b
     )
-    result = jnp.where(code == _MUL, product.limbs, total.limbs)
-    result = jnp.where(code == _FLOORDIV, quotient.limbs, jnp.where(code == _MOD, remainder.limbs, result))
-    over = jnp.where(code == _MUL, product_over, total_over) & ~divides
-    failure = jnp.where(divides & by_zero, Status.DIVIDE_BY_ZERO, jnp.where(over, Status.OVERFLOW, Status.OK))
+    limbs = jnp.where(code == _FLOORDIV, quotient.limbs, jnp.where(code == _MOD, remainder.limbs, result.limbs))
+    over_or_ok = jnp.where(over & ~divides, Status.OVERFLOW, Status.OK)
+    failure = jnp.where(divides & by_zero, Status.DIVIDE_BY_ZERO, over_or_ok)
     slot = jnp.arange(values.shape[0], dtype=jnp.int32) == right
-    values = jnp.where((slot & active)[:, None], result, values)
+    values = jnp.where((slot & active)[:, None], limbs, values)
     return values, jnp.where(active, failure.astype(jnp.int32), status)

@@ -21,8 +21,7 @@ Pattern: TypeAlias = Text | str | bytes
 _POW10 = np.asarray([10**k for k in range(10)], np.uint32)
 _FLOAT_POW10 = np.asarray([float(f"1e{k}") for k in range(39)], np.float32)
 _SPACE, _ZERO, _MINUS, _PLUS, _DOT, _NEWLINE = 32, 48, 45, 43, 46, 10
-INT_CAPACITY = 11
-"""Bytes that hold every int32: ten digits and a sign."""
+INT_CAPACITY = 11  # bytes that hold every int32: ten digits and a sign
 
 
 def literal(s: str | bytes, capacity: int | None = None) -> Text:
@@ -103,13 +102,12 @@ def concat(*texts: Pattern, capacity: int) -> tuple[Text, Array]:
     """
     opened = [widen(t) for t in texts]
     pool = jnp.concatenate([data for data, _ in opened])
-    position = jnp.arange(capacity, dtype=jnp.int32)
-    index, offset, base = position, jnp.int32(0), 0
+    index = position = jnp.arange(capacity, dtype=jnp.int32)
+    offset, base = jnp.int32(0), 0
     for data, length in opened:
         index = jnp.where(position >= offset, position - offset + base, index)
         offset, base = offset + length, base + data.shape[0]
-    out = jnp.take(pool, index, mode="clip")
-    return _close(out, jnp.minimum(offset, capacity)), offset > capacity
+    return _close(jnp.take(pool, index, mode="clip"), jnp.minimum(offset, capacity)), offset > capacity
 
 
 def slice_(text: Pattern, start: Array | int, stop: Array | int, capacity: int | None = None) -> Text:
@@ -168,8 +166,7 @@ def startswith(text: Pattern, pattern: Pattern) -> Array:
 def endswith(text: Pattern, pattern: Pattern) -> Array:
     """Whether the text ends with the pattern, ``bool[]``."""
     size, length = widen(pattern)[1], widen(text)[1]
-    tail = slice_(text, length - size, length)
-    return equal(tail, pattern) & (size <= length)
+    return equal(slice_(text, length - size, length), pattern) & (size <= length)
 
 
 def equal(a: Pattern, b: Pattern) -> Array:
@@ -229,7 +226,7 @@ def split(text: Pattern, separator: Pattern | int, parts: int, capacity: int) ->
     ``parts``, and later ones are empty; ``overflow`` is set when there are more, or a piece is cut to ``capacity``.
     """
     data, length = widen(text)
-    byte = jnp.int32(separator) if isinstance(separator, int) else widen(separator)[0][0]
+    byte = separator if isinstance(separator, int) else widen(separator)[0][0]
     position = jnp.arange(data.shape[0], dtype=jnp.int32)
     cut = (data == byte) & (position < length)
     seen = jnp.cumsum(cut.astype(jnp.int32))
@@ -378,8 +375,7 @@ def format_decimal(value: Array | float, decimals: int, capacity: int) -> tuple[
     digits = jnp.concatenate([low, point, high])
     count = low.shape[0] + point.shape[0] + 1 + jnp.sum(whole >= _POW10[1:], dtype=jnp.int32)
     negative = (value < 0) & ((whole > 0) | (rest > 0))
-    out = format_digits(digits, jnp.where(held, count, 0), negative & held, capacity)
-    return out, ~held | (count + negative > capacity)
+    return format_digits(digits, jnp.where(held, count, 0), negative, capacity), ~held | (count + negative > capacity)
 
 
 def _round_fraction(fraction: Array, whole: Array, decimals: int) -> tuple[Array, Array]:

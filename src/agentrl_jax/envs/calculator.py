@@ -132,7 +132,7 @@ def calculator(
       ValueError: a capacity out of range, too small for the others, or below what ``params`` asks for.
     """
     sizes = _Sizes(max_turns, max_operators, max_digits, max_depth, max_action)
-    params = CalculatorParams() if params is None else params
+    params = _default_params(sizes) if params is None else params
     _check(sizes, params)
 
     def reset(key: Array, p: CalculatorParams) -> tuple[CalculatorState, TimeStep]:
@@ -162,16 +162,26 @@ def calculator(
     )
 
 
+def _default_params(sizes: _Sizes) -> CalculatorParams:
+    """The defaults, within the capacities."""
+    p = CalculatorParams()
+    return p._replace(
+        min_digits=min(p.min_digits, sizes.digits),
+        max_digits=min(p.max_digits, sizes.digits),
+        max_operators=min(p.max_operators, sizes.operators),
+        max_depth=min(p.max_depth, sizes.depth),
+    )
+
+
 def _check(sizes: _Sizes, params: CalculatorParams) -> None:
-    allowed = {"turns": (1, None), "operators": (1, 64), "digits": (1, bigint.MAX_DIGITS), "depth": (0, 8)}
-    needed = max(len(_CALL) + sizes.expression, len(_ANSWER) + bigint.CAPACITY)
-    allowed["action"] = (needed, None)
+    allowed = {"turns": (1, 2**31 - 1), "operators": (1, 64), "digits": (1, bigint.MAX_DIGITS), "depth": (0, 8)}
     for name, (low, high) in allowed.items():
         value = getattr(sizes, name)
-        if not (isinstance(value, int) and value >= low and (high is None or value <= high)):
-            raise ValueError(
-                f"calculator: max_{name} must be an int of at least {low} and at most {high}, got {value!r}"
-            )
+        if not (isinstance(value, int) and low <= value <= high):
+            raise ValueError(f"calculator: max_{name} must be an int from {low} to {high}, got {value!r}")
+    needed = max(len(_CALL) + sizes.expression, len(_ANSWER) + bigint.CAPACITY)
+    if not (isinstance(sizes.action, int) and sizes.action >= needed):
+        raise ValueError(f"calculator: max_action must hold a call of {needed} bytes, got {sizes.action!r}")
     for name in ("operators", "digits", "depth"):
         wanted, held = getattr(params, f"max_{name}"), getattr(sizes, name)
         if wanted > held:
