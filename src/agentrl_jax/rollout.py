@@ -517,7 +517,7 @@ def _decode(game: _Game, slots: Slots, cache: PyTree) -> tuple[Slots, PyTree, Ar
     slots = stream.append_sample(slots, ready, token, logp)
     ended = ready & (token == game.codec.end_action)
     cut = ready & ~ended & (slots.length - slots.began >= game.budget)
-    full = ready & ~ended & (slots.length >= game.sizes.max_tokens)
+    full = ready & ~ended & ~cut & (slots.length >= game.sizes.max_tokens)
     stop = full | (cut & (game.env.spec.cut_action == "end"))
     phase = jnp.where(stop, DONE, jnp.where(ended | cut, WAIT, slots.phase))
     slots = slots._replace(phase=phase, cut=slots.cut | cut, truncated=slots.truncated | stop)
