@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from agentrl_jax import algorithms, codecs, envs, metrics, parallel, rollout, text, train
+from agentrl_jax import algorithms, codecs, envs, metrics, parallel, text, train
 from agentrl_jax.envs.base import Environment, EnvSpec
 from agentrl_jax.models import TransformerConfig, transformer_policy
+from agentrl_jax.rollout import rollout_with_stats
 from agentrl_jax.types import TimeStep
 from agentrl_jax.update import UpdateConfig
 
@@ -194,7 +195,7 @@ def step_work(work: str) -> None:
     kept = {}
 
     def only_roll(state):
-        return rollout.rollout_with_stats(
+        return rollout_with_stats(
             s.policy, s.codec, s.env, state.params["policy"], state.key, episodes=s.config.episodes,
             slots=s.config.slots, max_tokens=s.config.max_tokens, group_size=s.config.group_size,
         )  # fmt: skip

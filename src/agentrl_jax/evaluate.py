@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from agentrl_jax import rollout as rollout_lib
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment
 from agentrl_jax.policy import Policy
+from agentrl_jax.rollout import rollout
 from agentrl_jax.types import Array, PyTree, Start, Trajectory
 
 
@@ -60,7 +60,7 @@ def make_evaluate(
         params: PyTree, key: Array, env_params: PyTree | None = None, temperature: Array | float = 1.0
     ) -> Evaluation:
         greedy = jnp.arange(episodes) % tries == 0
-        traj = rollout_lib.rollout(
+        traj = rollout(
             policy, codec, env, params, key, episodes=episodes, slots=min(slots or episodes, episodes),
             max_tokens=max_tokens, group_size=tries, env_params=env_params, segments=segments,
             start=Start(temperature=jnp.where(greedy, 0.0, temperature)), **schedule,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import kl as kl_lib
 from agentrl_jax import losses, masked, preference
 from agentrl_jax import metrics as metrics_lib
+from agentrl_jax.kl import kl as kl_divergence
 from agentrl_jax.types import Array, Batch, Metrics, Score
 
 Objective = Callable[[dict[str, Score], Batch, dict[str, Array]], tuple[Array, Metrics]]
@@ -79,7 +79,7 @@ def token_objective(surrogate: Surrogate, *, kl: str | None = None, critic: bool
         if "entropy_coef" in hyper:
             x = x - hyper["entropy_coef"] * score.entropy
         if kl is not None:
-            penalty = kl_lib.kl(score.logp, batch.extra["logp_ref"], estimator=kl, mask=batch.mask)
+            penalty = kl_divergence(score.logp, batch.extra["logp_ref"], estimator=kl, mask=batch.mask)
             x = x + hyper["kl_coef"] * penalty
             metrics["kl"] = metrics_lib.masked(jax.lax.stop_gradient(penalty), batch.mask)
         if critic:

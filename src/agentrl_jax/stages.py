@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from agentrl_jax import advantages, groups, masked, scoring
-from agentrl_jax import kl as kl_lib
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.algorithm import Tools
+from agentrl_jax.kl import kl as kl_divergence
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Trajectory
 
 Stage: TypeAlias = Callable[[PyTree, Batch, Tools, dict[str, Array], Array], tuple[PyTree, Batch, Metrics]]
@@ -160,7 +160,7 @@ def kl_in_reward(estimator: str = "k1") -> Stage:
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
     ) -> tuple[PyTree, Batch, Metrics]:
         del tools, key
-        penalty = kl_lib.kl(batch.logp_old, batch.extra["logp_ref"], estimator=estimator, mask=batch.mask)
+        penalty = kl_divergence(batch.logp_old, batch.extra["logp_ref"], estimator=estimator, mask=batch.mask)
         reward = batch.traj.reward - jnp.where(batch.mask, hyper["kl_coef"] * penalty, 0.0)
         metrics = {"kl_reward": metrics_lib.masked(penalty, batch.mask)}
         return memory, batch._replace(traj=batch.traj._replace(reward=reward)), metrics

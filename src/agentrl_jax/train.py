@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from agentrl_jax import metrics as metrics_lib
-from agentrl_jax import rollout as rollout_lib
 from agentrl_jax import scoring, update
 from agentrl_jax.algorithm import Algorithm, Hyper, Tools, TrainState, start_for_expert
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment, canonical_params
 from agentrl_jax.policy import Policy
+from agentrl_jax.rollout import rollout as play
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Start, Trajectory
 from agentrl_jax.update import UpdateConfig
 
@@ -165,7 +165,7 @@ def make_step(
     algorithm: Algorithm,
     config: TrainConfig,
     *,
-    rollout: Callable[..., Trajectory] = rollout_lib.rollout,
+    rollout: Callable[..., Trajectory] = play,
 ) -> Step:
     """``step(state) -> (state, metrics)``: rollout, advantage and update as one pure function.
 
