@@ -153,7 +153,9 @@ class Transformer(nn.Module):
         return Where(position, rope_angles(position, self.config.head_dim, self.config.rope_theta), slots, needed)
 
     def _run(self, tokens: Array, where: Where, cache: kv.Cache | None):
-        x = jnp.take(self.embedding, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(self.config.dtype)
+        # Unsigned, so that a negative id does not wrap around: one outside the table gives NaN, which can be seen.
+        ids = tokens.astype(jnp.uint32)
+        x = jnp.take(self.embedding, ids, axis=0, mode="fill", fill_value=jnp.nan).astype(self.config.dtype)
         layers = []
         for i, block in enumerate(self.blocks):
             x, layer = block(x, where, None if cache is None else cache[i])
