@@ -101,7 +101,9 @@ def check_split(
         observation = canonical(env.reset(key, params)[1], env.spec).observation
         return observation, is_test(observation, fraction)
 
-    seen, test = jax.device_get(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), draws)))
+    # Run once: compiling is the cost, not running.
+    draw = jax.jit(jax.vmap(one), compiler_options={"xla_backend_optimization_level": 0})
+    seen, test = jax.device_get(draw(jax.random.split(jax.random.key(0), draws)))
     sides: tuple[set[bytes], set[bytes]] = (set(), set())
     for data, length, side in zip(seen.data, seen.length, test, strict=True):
         sides[int(side)].add(data[:length].tobytes())

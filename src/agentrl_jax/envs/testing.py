@@ -199,8 +199,8 @@ def _check_play(env: Environment, keys: Array, params: PyTree, texts: Text, kind
     every = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), params)
     args = (jnp.tile(keys, kinds), every, texts, teach)
     _check_trace(env, jax.tree.map(lambda x: x[0], args))
-    # One compiled program for everything: compiling is most of the cost of a check.
-    program = jax.jit(jax.vmap(lambda *a: _episode(env, *a)))
+    # One program for everything, hardly optimised: compiling is nearly all the cost of a check.
+    program = jax.jit(jax.vmap(lambda *a: _episode(env, *a)), compiler_options={"xla_backend_optimization_level": 0})
     batch = jax.device_get(program(*args))
     _check_first(env, batch.first, kinds, episodes)
     _check_turns(env, batch)
