@@ -225,6 +225,8 @@ NUMBERS = st.one_of(
 @example(b" +0000000000000000042\n")
 @example(b"4294967296")
 @example(b"99999999999")
+@example(b"10000000000")
+@example(b"-100000000000000000001")
 @example(b"+-1")
 @example(b"1_0")
 def test_parse_int(text):
