@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class Report(NamedTuple):
 class Play(NamedTuple):
     """One episode: ``first`` from reset, the rest stacked over turns ``[K]``; ``played`` is false after the end."""
 
-    first: TimeStep
+    first: TimeStep | None
     ts: TimeStep
     played: Array
     written: Text | None
@@ -180,13 +180,12 @@ def _episode(env: Environment, key: Array, params: PyTree, texts: Text, teach: A
         read = env.privileged(state) if env.privileged else None
         new, ts = env.step(step_key, state, action, params)
         ts = canonical(ts, spec)
-        out = Play(first_, ts, ~over, written, anchor, read)._replace(first=None)  # pyright: ignore
-        return (select(over, state, strong(new)), over | ts.terminated | ts.truncated), out
+        over_now = over | ts.terminated | ts.truncated
+        return (select(over, state, strong(new)), over_now), Play(None, ts, ~over, written, anchor, read)
 
-    first_ = canonical(first, spec)
     carry = (strong(state), jnp.bool_(False))
     _, out = jax.lax.scan(turn, carry, (jnp.arange(spec.max_turns), texts))
-    return out._replace(first=first_)
+    return out._replace(first=canonical(first, spec))
 
 
 def _check_play(env: Environment, keys: Array, params: PyTree, texts: Text, kinds: int) -> Report:
@@ -202,7 +201,7 @@ def _check_play(env: Environment, keys: Array, params: PyTree, texts: Text, kind
     # One program for everything, hardly optimised: compiling is nearly all the cost of a check.
     program = jax.jit(jax.vmap(lambda *a: _episode(env, *a)), compiler_options={"xla_backend_optimization_level": 0})
     batch = jax.device_get(program(*args))
-    _check_first(env, batch.first, kinds, episodes)
+    _check_first(env, cast(TimeStep, batch.first), kinds, episodes)
     _check_turns(env, batch)
     for row in sorted({rows // 2, rows - 1}):
         alone = program(*jax.tree.map(lambda x, row=row: jnp.broadcast_to(x[row], x.shape), args))
