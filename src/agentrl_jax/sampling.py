@@ -172,11 +172,8 @@ def _invert(p: Array, uniform: Array) -> Array:
     levels = [p]
     while levels[-1].shape[-1] > 2 * _FAN:
         levels.append(jnp.sum(_groups(levels[-1]), axis=-1))
-    rest, index = None, None
-    for level in reversed(levels):
-        if index is None:
-            index, rest = _first_beyond(level, uniform, relative=True)
-            continue
+    index, rest = _first_beyond(levels[-1], uniform, relative=True)
+    for level in reversed(levels[:-1]):
         group = jnp.take_along_axis(_groups(level), index[..., None, None], axis=-2)[..., 0, :]
         inner, rest = _first_beyond(group, rest)
         index = index * _FAN + inner

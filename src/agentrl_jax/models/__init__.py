@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -23,15 +24,18 @@ def transformer_policy(config: TransformerConfig) -> Policy:
     """
     model = Transformer(config)
 
+    def apply(params: PyTree, *args, method: str = "__call__") -> Any:
+        return model.apply({"params": params}, *args, method=method)
+
     def init(key: Array) -> PyTree:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def forward(params: PyTree, tokens: Array, inputs: PyTree | None = None) -> Output:
         _refuse(inputs)
-        return Output(*model.apply({"params": params}, tokens))
+        return Output(*apply(params, tokens))
 
     def logits(params: PyTree, hidden: Array) -> Array:
-        return model.apply({"params": params}, hidden, method="logits")
+        return apply(params, hidden, method="logits")
 
     def init_cache(batch: int, capacity: int) -> _cache.Cache:
         return _cache.init_cache(config, batch, capacity)
@@ -40,7 +44,7 @@ def transformer_policy(config: TransformerConfig) -> Policy:
         params: PyTree, cache: _cache.Cache, tokens: Array, start: Array, count: Array, inputs: PyTree | None = None
     ) -> tuple[Output, _cache.Cache]:
         _refuse(inputs)
-        hidden, value, cache = model.apply({"params": params}, cache, tokens, start, count, method="extend")
+        hidden, value, cache = apply(params, cache, tokens, start, count, method="extend")
         return Output(hidden, value), cache
 
     return Policy(init, forward, logits, init_cache, extend, config.value_head)

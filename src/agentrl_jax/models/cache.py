@@ -34,12 +34,19 @@ def init_cache(config: TransformerConfig, batch: int, capacity: int) -> Cache:
     return tuple(LayerCache(jnp.zeros(k, config.dtype), jnp.zeros(v, config.dtype)) for _ in range(config.layers))
 
 
-def slots(start: Array, count: Array, chunk: int, capacity: int) -> Array:
-    """Where each token of a chunk is written: ``int32[B, chunk]``, ``capacity`` (out of range) for none."""
+class Slots(NamedTuple):
+    """``index int32[B, C]``, where tokens are written (the capacity: nowhere); ``needed int32[B]``, positions to read."""
+
+    index: Array
+    needed: Array
+
+
+def slots(start: Array, count: Array, chunk: int, capacity: int) -> Slots:
+    """The slots of tokens ``start .. start + count - 1`` of each row, as far as the capacity reaches."""
     offset = jnp.arange(chunk)[None, :]
     position = start[:, None] + offset
     exists = (offset < count[:, None]) & (position >= 0) & (position < capacity)
-    return jnp.where(exists, position, capacity)
+    return Slots(jnp.where(exists, position, capacity), jnp.where(count > 0, start + count, 0))
 
 
 def write(layer: LayerCache, k_BxCxKxd: Array, v_BxCxKxd: Array, slots_BxC: Array) -> LayerCache:

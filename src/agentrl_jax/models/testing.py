@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,7 +56,7 @@ def check_policy(policy: Policy, vocab_size: int, key: Array | None = None, *, t
         check(suite)
 
 
-def _close(s: _Suite, got: tuple, expected: tuple, what: str) -> None:
+def _close(s: _Suite, got: Sequence[Array], expected: Sequence[Array], what: str) -> None:
     for name, a, b in zip(("logits", "value"), got, expected, strict=True):
         gap = float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
         assert gap <= s.tolerance, f"{what}: {name} differ by {gap:.2e}, more than {s.tolerance}"

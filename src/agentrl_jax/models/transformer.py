@@ -44,12 +44,11 @@ class RMSNorm(nn.Module):
 
 
 class Where(NamedTuple):
-    """Positions of a chunk, and for a cache: the slots to write and how many positions must be read, ``[B]``."""
+    """Positions of a chunk, their rotary angles and, with a cache, the slots they take in it."""
 
     position: Array
     angles: tuple[Array, Array]
-    slots: Array | None = None
-    needed: Array | None = None
+    slots: kv.Slots | None = None
 
 
 def _attend(q: Array, layer: kv.LayerCache, position: Array, size: int) -> Array:
@@ -72,12 +71,12 @@ class Attention(nn.Module):
         qk, v = qkv[:, :, : c.heads + c.kv_heads], qkv[:, :, c.heads + c.kv_heads :]
         qk = rotate(qk, where.angles)
         q, k = qk[:, :, : c.heads], qk[:, :, c.heads :]
-        if layer is None:
+        if layer is None or where.slots is None:
             out = grouped_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), where.position)
         else:
-            layer = kv.write(layer, k, v, where.slots)
+            layer = kv.write(layer, k, v, where.slots.index)
             sizes = kv.widths(c, layer.v.shape[2])
-            out = kv.read(layer, lambda layer, size: _attend(q, layer, where.position, size), where.needed, sizes)
+            out = kv.read(layer, lambda layer, size: _attend(q, layer, where.position, size), where.slots.needed, sizes)
         out = out.reshape(*x_BxCxD.shape[:2], c.heads * c.head_dim)
         return _dense(c, c.width, "out", _residual_scale(c))(out), layer
 
@@ -138,8 +137,7 @@ class Transformer(nn.Module):
         """Appends the first ``count`` tokens of each row at ``start`` and returns hidden, value and the new cache."""
         chunk, capacity = tokens_BxC.shape[1], cache[0].v.shape[2]
         slots = kv.slots(start_B, count_B, chunk, capacity)
-        needed = jnp.where(count_B > 0, start_B + count_B, 0)
-        where = self._where(start_B[:, None] + jnp.arange(chunk)[None, :], slots, needed)
+        where = self._where(start_B[:, None] + jnp.arange(chunk)[None, :], slots)
         # Tokens that do not exist may be any number; they must not leave the table.
         tokens_BxC = jnp.where(jnp.arange(chunk)[None, :] < count_B[:, None], tokens_BxC, 0)
         return self._run(tokens_BxC, where, cache)
@@ -149,8 +147,8 @@ class Transformer(nn.Module):
         head = self.head.astype(self.config.dtype)
         return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
 
-    def _where(self, position: Array, slots: Array | None = None, needed: Array | None = None) -> Where:
-        return Where(position, rope_angles(position, self.config.head_dim, self.config.rope_theta), slots, needed)
+    def _where(self, position: Array, slots: kv.Slots | None = None) -> Where:
+        return Where(position, rope_angles(position, self.config.head_dim, self.config.rope_theta), slots)
 
     def _run(self, tokens: Array, where: Where, cache: kv.Cache | None):
         # Unsigned, so that a negative id does not wrap around: one outside the table gives NaN, which can be seen.
