@@ -99,7 +99,6 @@ def diagnostics(score: Score, batch: Batch, hyper: dict[str, Array]) -> Metrics:
     gap = jnp.where(sampled, jnp.abs(logp - batch.traj.logp), 0.0)
     out = {
         "entropy": metrics_lib.masked(jax.lax.stop_gradient(score.entropy), mask),
-        "loss_tokens": metrics_lib.scalar(jnp.sum(mask)),
         "kl_old": metrics_lib.masked(ratio - 1.0 - jnp.log(ratio), mask),
         "max_logp_gap": (jnp.max(gap), jnp.ones(())),
     }

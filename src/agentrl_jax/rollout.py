@@ -185,7 +185,7 @@ def rollout_with_stats(
         min(env_rows or few, slots), max_wait,
     )  # fmt: skip
     start = start or Start()
-    _check(policy, env, sizes, start)
+    check(policy, env, sizes, start)
     game = _prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record)
     filters = {"top_k": top_k, "top_p": top_p}
     game = game._replace(filters={k: jnp.asarray(v) for k, v in filters.items() if v is not None})
@@ -194,7 +194,12 @@ def rollout_with_stats(
     return _trajectory(game, carry.rows, version), carry.stats
 
 
-def _check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -> None:
+def check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -> None:
+    """Refuses what ``rollout`` cannot play, before anything is compiled.
+
+    Raises:
+      ValueError: sizes that do not fit together, a policy or expert that is missing, a field of ``start`` of another size.
+    """
     for name in ("episodes", "slots", "max_tokens", "group_size", "segments", "chunk", "feed_rows", "env_rows"):
         if getattr(sizes, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
@@ -215,17 +220,29 @@ def _check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) 
             raise ValueError(f"start.{name} must have shape ({sizes.episodes},), got {jnp.shape(value)}")
 
 
+def assign_tasks(key: Array, start: Start, episode_ids: Array, group_size: int) -> tuple[Array, Array]:
+    """``(task, group)`` of every episode, ``int32[N]`` each: as ``start`` says, else equal groups that each draw a task.
+
+    A drawn task follows from the rollout's ``key`` and the group alone (of ``episode_ids``, where groups are not given).
+    """
+    group = start.group
+    if group is None:
+        group = jnp.arange(episode_ids.shape[0], dtype=jnp.int32) // group_size
+    if start.task is not None:
+        return start.task.astype(jnp.int32), group.astype(jnp.int32)
+    task_key, _ = jax.random.split(key)
+    draw = jax.vmap(lambda g: jax.random.bits(jax.random.fold_in(task_key, g), dtype=jnp.uint32) >> 1)
+    task = draw(episode_ids // group_size if start.group is None else group)
+    return task.astype(jnp.int32), group.astype(jnp.int32)
+
+
 def _prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record) -> _Game:
     """Fills in ``start`` and resets every episode; group mates share a reset when their parameters do."""
     n, per_episode = sizes.episodes, start.params is not None
     ids = jnp.arange(n, dtype=jnp.int32) if episode_ids is None else jnp.asarray(episode_ids, jnp.int32)
-    task_key, play_key = jax.random.split(key)
-    group = jnp.arange(n, dtype=jnp.int32) // sizes.group_size if start.group is None else start.group
-    task, unique = start.task, start.task is None and start.group is None and not per_episode
-    if task is None:
-        draw = jax.vmap(lambda g: jax.random.bits(jax.random.fold_in(task_key, g), dtype=jnp.uint32) >> 1)
-        global_group = ids // sizes.group_size if start.group is None else group
-        task = draw(global_group).astype(jnp.int32)
+    _, play_key = jax.random.split(key)
+    unique = start.task is None and start.group is None and not per_episode
+    task, group = assign_tasks(key, start, ids, sizes.group_size)
     env_params = canonical_params(start.params if per_episode else env.params if env_params is None else env_params)
 
     def reset(task, params):
@@ -240,7 +257,7 @@ def _prepare(policy, codec, env, params, key, sizes, start, env_params, temperat
     fold = jax.vmap(lambda e, d: jax.random.fold_in(jax.random.fold_in(play_key, e), d), (0, None))
     active = jnp.ones(n, bool) if start.active is None else start.active.astype(bool)
     start = Start(
-        task=task.astype(jnp.int32), group=group.astype(jnp.int32), active=active, params=None,
+        task=task, group=group, active=active, params=None,
         temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (n,))
         if start.temperature is None else start.temperature.astype(jnp.float32),
         teacher_turns=None if start.teacher_turns is None else start.teacher_turns.astype(jnp.int32),

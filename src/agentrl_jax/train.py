@@ -166,10 +166,12 @@ def make_step(
     config: TrainConfig,
     *,
     rollout: Callable[..., Trajectory] = play,
+    differentiate: Callable[..., tuple[PyTree, Array, Metrics]] = update.gradient,
 ) -> Step:
     """``step(state) -> (state, metrics)``: rollout, advantage and update as one pure function.
 
-    ``rollout`` may be replaced by one that spreads episodes over devices (``parallel.sharded_rollout``).
+    ``rollout`` may be replaced by one that spreads episodes over devices (``parallel.sharded_rollout``), and
+    ``differentiate`` by a gradient that does (``parallel.pmap_data_parallel``).
     """
     check(policy, codec, env, algorithm, config)
     score = _score_fn(policy, codec, algorithm, config)
@@ -183,8 +185,9 @@ def make_step(
         batch = jax.lax.stop_gradient(batch)
         state = state._replace(memory=memory)
         state, updated = update.update(
-            algorithm, config.update, score, state, batch, update_key, segments=config.segments, single=tools.single
-        )
+            algorithm, config.update, score, state, batch, update_key, segments=config.segments, single=tools.single,
+            differentiate=differentiate,
+        )  # fmt: skip
         metrics = metrics_lib.merge(metrics_lib.merge(rollout_metrics(traj, config.segments), prepared), updated)
         state = algorithm.finish(state, metrics, state.hyper.algorithm)
         return state._replace(step=state.step + 1), metrics

@@ -180,8 +180,11 @@ def update(
     *,
     segments: int = 1,
     single: bool = False,
+    differentiate: Callable[..., tuple[PyTree, Array, Metrics]] = gradient,
 ) -> tuple[TrainState, Metrics]:
     """All epochs and minibatches of one step. Units are shuffled in blocks of ``segments`` rows, so an episode stays whole.
+
+    ``differentiate`` may be replaced by a ``gradient`` that adds over devices; the minibatch it gets is already weighed.
 
     Raises:
       ValueError: ``minibatches * microbatches`` does not divide the units.
@@ -197,12 +200,14 @@ def update(
 
     def minibatch(state: TrainState, index: Array | None) -> tuple[TrainState, Metrics]:
         part = algorithm.weigh(batch if index is None else take(batch, index), hyper, block)
-        grads, loss, metrics = gradient(
+        grads, loss, metrics = differentiate(
             algorithm, score, state.params, part, hyper,
             microbatches=config.microbatches, widths=config.widths, single=single,
         )  # fmt: skip
         state, more = apply(config, state, grads)
-        return state, {**metrics, **more, "loss": metrics_lib.scalar(loss)}
+        # Counted over the whole minibatch: inside the loss it would be divided by the number of pieces.
+        whole = {"loss": metrics_lib.scalar(loss), "loss_tokens": metrics_lib.scalar(jnp.sum(part.mask))}
+        return state, {**metrics, **more, **whole}
 
     if config.epochs == config.minibatches == 1:
         return minibatch(state, None)
