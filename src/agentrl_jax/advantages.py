@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from agentrl_jax.masked import as_float, fill
 from agentrl_jax.types import Array
 
-_UNROLL = 8
+_UNROLL = 4
 
 
 def place_reward(reward: Array, mask: Array) -> Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from agentrl_jax.checks import check_above, check_choice
-from agentrl_jax.masked import as_float, fill, masked_var, whiten
+from agentrl_jax.masked import as_float, fill, masked_var
 from agentrl_jax.types import Array
 
 SCALES = ("std", "none", "batch", "batch-centred")
@@ -182,20 +182,21 @@ def gdpo(
     *,
     ddof: float = 1,
     eps: float = 1e-4,
-    length: Array | None = None,
     where: Array | None = None,
 ) -> Array:
-    """GDPO: every reward normalised in its group by itself, then summed with ``weights``, then whitened over the batch.
+    """GDPO: every reward normalised in its group by itself, summed with ``weights``, then normalised over the batch.
 
-    ``rewards`` ``[N, R]``, ``weights`` ``[R]`` -> ``[N]``. ``length`` ``[N]`` counts a member once a token in the
-    whitening, as verl does; by default once. A group of equal rewards gives 0 before, but not always after, the
-    whitening, which centres the batch. Source: GDPO, 2026, arXiv 2601.05242.
+    ``rewards`` ``[N, R]``, ``weights`` ``[R]`` -> ``[N]``; both normalisations are ``(x - mean) / (std + eps)`` over
+    episodes (verl takes the second over tokens). Equal rewards give 0 before, but not always after, the second one,
+    which centres the batch. Source: GDPO, 2026, arXiv 2601.05242.
     """
-    each = jax.vmap(
-        lambda r: group_relative(r, group, num_groups, ddof=ddof, eps=eps, where=where), in_axes=1, out_axes=1
-    )(as_float(rewards))
-    total = each @ jnp.asarray(weights, each.dtype)
-    return jax.lax.stop_gradient(whiten(total, members(group, num_groups, where).where, ddof=ddof, count=length))
+
+    def normalise(x, ids, num):
+        return group_relative(x, ids, num, ddof=ddof, eps=eps, where=where)
+
+    each = jax.vmap(lambda r: normalise(r, group, num_groups), in_axes=1, out_axes=1)(as_float(rewards))
+    who = members(group, num_groups, where)
+    return normalise(each @ jnp.asarray(weights, each.dtype), jnp.where(who.where, 0, -1), 1)
 
 
 def pass_at_k_advantage(correct: Array, group: Array, num_groups: int, *, k: int, where: Array | None = None) -> Array:

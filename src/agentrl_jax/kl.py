@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from agentrl_jax.checks import check_choice, check_shapes
 from agentrl_jax.importance import clamp_log_ratio
 from agentrl_jax.masked import fill
 from agentrl_jax.types import Array
@@ -49,8 +50,8 @@ def kl(
     Sources: Schulman, Approximating KL Divergence, 2020 (blog); Tang and Munos, 2025, arXiv 2506.09477;
     DeepSeek-V3.2 for the weighted form.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"Unknown estimator {estimator!r}. Known estimators: {', '.join(ESTIMATORS)}.")
+    check_choice("estimator", estimator, ESTIMATORS)
+    check_shapes(logp, logp_ref=logp_ref, mask=mask, logp_old=logp_old)
     d = fill(logp, mask) - jax.lax.stop_gradient(fill(logp_ref, mask))
     term = _term(d, estimator)
     if logp_old is None:
