@@ -3,7 +3,8 @@
 Workloads (``--work``), all with random weights, one on-policy GRPO step of prompts_per_step x group_size episodes:
 
 * ``single``: a prompt of prompt_len tokens and exactly completion_len sampled ones;
-* ``tool``: a calculator conversation of ``--turns`` actions of exactly ``--turn_len`` tokens, 6 tokens of tool answer between;
+* ``tool``: a calculator conversation of ``--turns`` actions of exactly ``--turn_len`` tokens, 6 tokens of tool
+answer between;
 * ``heavy``: completion lengths exponential with mean completion_len / 4 (every token may end the action with the same
   probability), cut at completion_len; ``--episodes_per_slot`` episodes flow through each slot;
 * ``env``: the real calculator's ``step`` alone;
@@ -136,7 +137,9 @@ def hazard(policy: Any, token: int, probability: float) -> Any:
     def logits(params, hidden):
         x = policy.logits(params, hidden)
         others = jnp.arange(x.shape[-1]) != token
-        rest = jax.nn.logsumexp(jnp.where(others & (jnp.arange(x.shape[-1]) < 256), x, -jnp.inf), axis=-1, keepdims=True)
+        rest = jax.nn.logsumexp(
+            jnp.where(others & (jnp.arange(x.shape[-1]) < 256), x, -jnp.inf), axis=-1, keepdims=True
+        )
         return jnp.where(others, x, rest + jnp.log(probability / (1 - probability)))
 
     return policy._replace(logits=logits)
@@ -155,7 +158,9 @@ def clock(f: Callable, *args: Any, repeats: int | None = None) -> tuple[float, l
 def report(**row: Any) -> None:
     """Prints one measurement."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} | {"peak_mb": round(memory)}))
+    print(
+        json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} | {"peak_mb": round(memory)})
+    )
 
 
 def gflop(lengths: float, squares: float, sampled: float) -> tuple[float, float]:
@@ -169,7 +174,8 @@ def gflop(lengths: float, squares: float, sampled: float) -> tuple[float, float]
 
 @functools.cache
 def matmul_rate() -> float:
-    """GFLOP/s of this machine on the update's own matrix products, forward and backward shapes, weighed by their work."""
+    """GFLOP/s of this machine on the update's own matrix products, forward and backward shapes, weighed by their
+    work."""
     c = FLAGS
     rows = c.prompts_per_step * c.group_size * (c.prompt_len + c.completion_len)
     shapes = [(c.d_model, 3 * c.d_model), (c.d_model, c.d_model), (c.d_model, 2 * c.d_ff), (c.d_ff, c.d_model)]
@@ -244,7 +250,14 @@ def seeds_work() -> None:
         keys = jax.random.split(jax.random.key(FLAGS.seed), count)
         compile_s, seconds, _ = clock(parallel.over_seeds(run, how), keys, repeats=2)
         each = statistics.median(seconds) / count / 2
-        report(work="seeds", how=how, seeds=count, devices=jax.local_device_count(), seed_step_s=each, first_call_s=compile_s)
+        report(
+            work="seeds",
+            how=how,
+            seeds=count,
+            devices=jax.local_device_count(),
+            seed_step_s=each,
+            first_call_s=compile_s,
+        )
 
 
 def main(argv: list[str]) -> None:

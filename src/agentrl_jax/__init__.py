@@ -1,8 +1,9 @@
 """Agentic reinforcement learning for language models, as pure JAX functions.
 
 The pieces, from the bottom up: byte strings inside XLA (``text``), environments (``envs``), codecs, models as functions
-(``policy``, ``models``), the token stream (``rollout``), estimators (``advantages``, ``groups``), losses (``losses``, ``preference``),
-aggregation (``masked``), algorithms as tuples of functions (``algorithms``), and a step or a whole training run as one program (``train``).
+(``policy``, ``models``), the token stream (``rollout``), estimators (``advantages``, ``groups``), losses
+(``losses``, ``preference``), aggregation (``masked``), algorithms as tuples of functions (``algorithms``), and a
+step or a whole training run as one program (``train``).
 """
 
 from agentrl_jax import algorithms, codecs, envs, models
@@ -29,10 +30,10 @@ from agentrl_jax.update import UpdateConfig
 __version__ = "0.1.0"
 
 __all__ = [
-    "Algorithm", "Batch", "Codec", "EnvSpec", "Environment", "Evaluation", "Hyper", "Output", "Policy", "Score", "Start",
-    "Text", "TimeStep", "Tools", "TrainConfig", "TrainState", "Trajectory", "TransformerConfig", "UpdateConfig", "View",
-    "aggregate", "aggregation_weights", "algorithms", "codecs", "discounted_return", "dpo", "envs", "finalize", "gae",
-    "group_relative", "kl", "leave_one_out", "log_probs", "make_evaluate", "make_hyper", "make_init", "make_step",
-    "make_train", "models", "policy_gradient", "ppo_clip", "rollout", "rollout_with_stats", "sample", "score",
-    "token_scores", "transformer_policy", "turn_gae", "value_clip", "value_loss", "vtrace",
+    "Algorithm", "Batch", "Codec", "EnvSpec", "Environment", "Evaluation", "Hyper", "Output", "Policy", "Score",
+    "Start", "Text", "TimeStep", "Tools", "TrainConfig", "TrainState", "Trajectory", "TransformerConfig",
+    "UpdateConfig", "View", "aggregate", "aggregation_weights", "algorithms", "codecs", "discounted_return", "dpo",
+    "envs", "finalize", "gae", "group_relative", "kl", "leave_one_out", "log_probs", "make_evaluate", "make_hyper",
+    "make_init", "make_step", "make_train", "models", "policy_gradient", "ppo_clip", "rollout", "rollout_with_stats",
+    "sample", "score", "token_scores", "transformer_policy", "turn_gae", "value_clip", "value_loss", "vtrace",
 ]  # fmt: skip

@@ -103,8 +103,8 @@ class Algorithm(NamedTuple):
     Attributes:
       name: what results are filed under.
       prepare: ``(memory, Trajectory, Tools, hyper, key) -> (memory, Batch, Metrics)``, a chain of stages.
-      weigh: ``(Batch, hyper, segments) -> Batch``, per minibatch, before micro-batches: all denominators, all couplings between
-        units.
+      weigh: ``(Batch, hyper, segments) -> Batch``, per minibatch, before micro-batches: all denominators, all
+        couplings between units.
       loss: ``(dict[str, Score], Batch, hyper) -> (float32[], Metrics)``, additive over units.
       hyper: every number read by these functions: traced.
       needs: what must be there, refused before compile when it is not: ``critic``, ``reference``, ``expert``, ``pairs``

@@ -18,7 +18,8 @@ class Evaluation(NamedTuple):
     """Outcomes of ``P`` problems with ``1 + k`` tries each: column 0 is greedy, the others are sampled.
 
     Attributes:
-      success: ``float32[P, 1 + k]``, ``info["success"]`` summed over turns (the return, where there is no such name), at most 1.
+      success: ``float32[P, 1 + k]``, ``info["success"]`` summed over turns (the return, where there is no such
+        name), at most 1.
       reward: ``float32[P, 1 + k]``, return.
       turns, length, written: ``float32[P, 1 + k]``, actions, tokens, and tokens written by the agent.
       info: every ``TimeStep.info`` name summed over turns, ``float32[P, 1 + k]``.
@@ -44,9 +45,12 @@ def make_evaluate(
     max_tokens: int,
     slots: int | None = None,
     segments: int = 1,
-    **schedule: int,
+    chunk: int | None = None,
+    feed_rows: int | None = None,
+    env_rows: int | None = None,
 ) -> Callable[..., Evaluation]:
-    """``evaluate(params, key, env_params=None, temperature=1.) -> Evaluation``; pure, to be jitted with training or alone.
+    """``evaluate(params, key, env_params=None, temperature=1.) -> Evaluation``; pure, to be jitted with training or
+    alone.
 
     Raises:
       ValueError: fewer than one problem, or a negative number of samples.
@@ -63,7 +67,7 @@ def make_evaluate(
         traj = rollout(
             policy, codec, env, params, key, episodes=episodes, slots=min(slots or episodes, episodes),
             max_tokens=max_tokens, group_size=tries, env_params=env_params, segments=segments,
-            start=Start(temperature=jnp.where(greedy, 0.0, temperature)), **schedule,
+            start=Start(temperature=jnp.where(greedy, 0.0, temperature)), chunk=chunk, feed_rows=feed_rows, env_rows=env_rows,
         )  # fmt: skip
         return summarize(traj, problems, tries)
 

@@ -1,7 +1,7 @@
 """Metrics as sums and counts: they add over micro-batches and devices, and are divided once, at the end.
 
-``{name: (total, count)}``. Two metrics combine by adding both; a name that begins with ``max_`` combines by the maximum of
-the totals instead.
+``{name: (total, count)}``. Two metrics combine by adding both; a name that begins with ``max_`` combines by the
+maximum of the totals instead.
 """
 
 from __future__ import annotations

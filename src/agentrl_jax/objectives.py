@@ -92,11 +92,12 @@ def token_objective(surrogate: Surrogate, *, kl: str | None = None, critic: bool
 
 
 def diagnostics(score: Score, batch: Batch, hyper: dict[str, Array]) -> Metrics:
-    """Entropy, clip fractions, old-to-new KL, and how far scoring is from sampling (``max_logp_gap``, meaningful at the first update)."""
+    """Entropy, clip fractions, old-to-new KL, and ``max_logp_gap``: how far scoring before the first update was from
+    sampling."""
     logp, mask = jax.lax.stop_gradient(score.logp), batch.mask
     sampled = mask & ~batch.traj.expert
     ratio = jnp.exp(jnp.clip(jnp.where(mask, logp - batch.logp_old, 0.0), -20.0, 20.0))
-    gap = jnp.where(sampled, jnp.abs(logp - batch.traj.logp), 0.0)
+    gap = jnp.where(sampled, jnp.abs(batch.logp_old - batch.traj.logp), 0.0)
     out = {
         "entropy": metrics_lib.masked(jax.lax.stop_gradient(score.entropy), mask),
         "kl_old": metrics_lib.masked(ratio - 1.0 - jnp.log(ratio), mask),
@@ -114,8 +115,9 @@ def preference_objective(scores: dict[str, Score], batch: Batch, hyper: dict[str
     """DPO on pairs of trajectories, ``[P, 2, segments, T]``, observation tokens masked.
 
     ``-log sigmoid(beta * h)`` with ``h`` the difference of summed log-ratios to the reference over the agent's own
-    tokens. The environment's terms cancel between policy and reference, since both see the same observations; the partition
-    functions of later states do not (DMPO's point, Shi et al., 2024, arXiv 2406.14868). Source: Rafailov et al., 2023, arXiv 2305.18290.
+    tokens. The environment's terms cancel between policy and reference, since both see the same observations; the
+    partition functions of later states do not (DMPO's point, Shi et al., 2024, arXiv 2406.14868). Source: Rafailov
+    et al., 2023, arXiv 2305.18290.
     """
     score, axes = scores["policy"], (2, 3)
     total = lambda x: jnp.sum(jnp.where(batch.mask, x, 0.0), axis=axes)  # noqa: E731

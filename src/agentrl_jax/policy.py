@@ -9,7 +9,8 @@ from agentrl_jax.types import Array, PyTree
 
 
 class Output(NamedTuple):
-    """``hidden [B, T, D]``, the state from which ``Policy.logits`` reads the next token; ``value [B, T]`` (0 without a head)."""
+    """``hidden [B, T, D]``, the state from which ``Policy.logits`` reads the next token; ``value [B, T]`` (0 without
+    a head)."""
 
     hidden: Array
     value: Array
@@ -23,9 +24,10 @@ class Policy(NamedTuple):
       forward: ``(params, tokens[B, T], inputs=None) -> Output``, the training pass: causal, position = index.
       logits: ``(params, hidden[..., D]) -> float32[..., V]``.
       init_cache: ``(batch, capacity) -> cache``.
-      extend: ``(params, cache, tokens[B, C], start[B], count[B], inputs=None) -> (Output, cache)``. Token ``c`` of row ``b``
-        has position ``start[b] + c``; only the first ``count[b]`` tokens exist: nothing is written for the others, and
-        their outputs are arbitrary but finite. Positions at or beyond the capacity are dropped, never clamped.
+      extend: ``(params, cache, tokens[B, C], start[B], count[B], inputs=None) -> (Output, cache)``. Token ``c`` of
+        row ``b`` has position ``start[b] + c``; only the first ``count[b]`` tokens exist: nothing is written for the
+        others, and their outputs are arbitrary but finite. Positions at or beyond the capacity are dropped, never
+        clamped.
       has_value: whether ``Output.value`` comes from a trained head.
     """
 

@@ -1,9 +1,9 @@
 """The rollout: N episodes flow through S slots of one ``while_loop``, environment, tools and sampling included.
 
-An iteration steps environments whose action is closed, feeds what they answered, and decodes one token on every row that can.
-The environment and feeding phases work on a few gathered rows, so they cost what is asked of them, and a finished slot
-takes the next episode at once. The order in which rows are served changes time, never tokens: randomness belongs
-to the episode and the number of tokens it has written.
+An iteration steps environments whose action is closed, feeds what they answered, and decodes one token on every row
+that can. The environment and feeding phases work on a few gathered rows, so they cost what is asked of them, and a
+finished slot takes the next episode at once. The order in which rows are served changes time, never tokens:
+randomness belongs to the episode and the number of tokens it has written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ TASK_SEED = 20_240_501
 """Root of the task keys: a task id names the same task in every step, run and program."""
 
 
+_STEPS = {"reward": "float32", "anchor": "uint32", "cut": "bool", "played": "bool", "thinking": "int32"}
+"""What ``Trajectory.steps`` holds beside the environment's info."""
+
+
 class RolloutStats(NamedTuple):
-    """What the schedule did: ``iterations`` of the loop, ``decoded`` tokens sampled, ``steps`` of environments, ``fed`` tokens."""
+    """What the schedule did: ``iterations`` of the loop, ``decoded`` tokens sampled, ``steps`` of environments,
+    ``fed`` tokens."""
 
     iterations: Array
     decoded: Array
@@ -119,7 +124,7 @@ def rollout(
     """Plays ``episodes`` episodes of ``env`` with ``policy`` and returns their token streams.
 
     Args:
-      policy: a model as functions, or None when the expert writes every turn (``start.teacher_turns``).
+      policy: a model as functions, or None: the expert writes every turn (``start.teacher_turns`` says so too).
       codec: joins the environment's bytes to the model's tokens.
       env: a static environment.
       params: the policy's parameters.
@@ -135,14 +140,15 @@ def rollout(
       record: kept before every action and after the last, ``Trajectory.record``.
       version: policy step that samples, written on every row.
       top_k, top_p: filters for evaluation (training scores without them); None: absent.
-      episode_ids: ``int32[episodes]``, when this call plays a part of a larger batch.
+      episode_ids: ``int32[episodes]``, when this call plays a part of a larger batch: keys, tasks and
+        groups follow from them, not from the position in this call.
       chunk, feed_rows, env_rows, max_wait: the schedule; see ``Sizes``.
 
     Returns:
       ``Trajectory`` of ``B = episodes * segments`` rows.
 
     Raises:
-      ValueError: sizes that do not fit together, a policy or expert that is missing.
+      ValueError: sizes that do not fit together, a number out of range, a policy or expert that is missing.
     """
     traj, _ = rollout_with_stats(
         policy, codec, env, params, key, episodes=episodes, slots=slots, max_tokens=max_tokens, group_size=group_size,
@@ -180,12 +186,16 @@ def rollout_with_stats(
 ) -> tuple[Trajectory, RolloutStats]:
     """``rollout`` and what its schedule did; the same arguments."""
     few = max(1, min(slots, 16, -(-slots // 8)))
+    chunk, feed_rows, env_rows = (
+        default if x is None else x for x, default in ((chunk, 32), (feed_rows, few), (env_rows, few))
+    )
     sizes = Sizes(
-        episodes, slots, max_tokens, group_size, segments, min(chunk or 32, max_tokens), min(feed_rows or few, slots),
-        min(env_rows or few, slots), max_wait,
+        episodes, slots, max_tokens, group_size, segments, min(chunk, max_tokens), min(feed_rows, slots),
+        min(env_rows, slots), max_wait,
     )  # fmt: skip
-    start = start or Start()
+    start = Start() if start is None else start
     check(policy, env, sizes, start)
+    _check_numbers(temperature, top_k, top_p)
     game = _prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record)
     filters = {"top_k": top_k, "top_p": top_p}
     game = game._replace(filters={k: jnp.asarray(v) for k, v in filters.items() if v is not None})
@@ -198,7 +208,8 @@ def check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -
     """Refuses what ``rollout`` cannot play, before anything is compiled.
 
     Raises:
-      ValueError: sizes that do not fit together, a policy or expert that is missing, a field of ``start`` of another size.
+      ValueError: sizes that do not fit together, a policy or expert that is missing, a field of ``start`` of another
+        size.
     """
     for name in ("episodes", "slots", "max_tokens", "group_size", "segments", "chunk", "feed_rows", "env_rows"):
         if getattr(sizes, name) < 1:
@@ -215,25 +226,39 @@ def check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -
         raise ValueError(f"teacher_turns needs an expert, and {env.name} has none")
     if policy is None and start.teacher_turns is None:
         raise ValueError("policy is None: start.teacher_turns must cover every turn")
+    taken = sorted(set(dict(env.spec.info)) & set(_STEPS))
+    if taken:
+        raise ValueError(f"{env.name}: EnvSpec.info must not use the names {taken}, which the rollout keeps itself")
     for name, value in start._asdict().items():
         if name not in ("params", "prefix") and value is not None and jnp.shape(value) != (sizes.episodes,):
             raise ValueError(f"start.{name} must have shape ({sizes.episodes},), got {jnp.shape(value)}")
 
 
 def assign_tasks(key: Array, start: Start, episode_ids: Array, group_size: int) -> tuple[Array, Array]:
-    """``(task, group)`` of every episode, ``int32[N]`` each: as ``start`` says, else equal groups that each draw a task.
+    """``(task, group)`` of every episode, ``int32[N]`` each: as ``start`` says, else equal groups that each draw a
+    task.
 
-    A drawn task follows from the rollout's ``key`` and the group alone (of ``episode_ids``, where groups are not given).
+    A drawn task follows from the rollout's ``key`` and the group alone (of ``episode_ids``, where groups are not
+    given).
     """
     group = start.group
     if group is None:
-        group = jnp.arange(episode_ids.shape[0], dtype=jnp.int32) // group_size
+        group = episode_ids // group_size
     if start.task is not None:
         return start.task.astype(jnp.int32), group.astype(jnp.int32)
     task_key, _ = jax.random.split(key)
     draw = jax.vmap(lambda g: jax.random.bits(jax.random.fold_in(task_key, g), dtype=jnp.uint32) >> 1)
-    task = draw(episode_ids // group_size if start.group is None else group)
-    return task.astype(jnp.int32), group.astype(jnp.int32)
+    return draw(group).astype(jnp.int32), group.astype(jnp.int32)
+
+
+def _check_numbers(temperature: Array | float, top_k: Array | int | None, top_p: Array | float | None) -> None:
+    """Ranges of the numbers that are concrete; a traced one cannot be looked at."""
+    if isinstance(temperature, int | float) and not temperature >= 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}")
+    if isinstance(top_k, int) and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if isinstance(top_p, int | float) and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
 
 
 def _prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record) -> _Game:
@@ -241,7 +266,8 @@ def _prepare(policy, codec, env, params, key, sizes, start, env_params, temperat
     n, per_episode = sizes.episodes, start.params is not None
     ids = jnp.arange(n, dtype=jnp.int32) if episode_ids is None else jnp.asarray(episode_ids, jnp.int32)
     _, play_key = jax.random.split(key)
-    unique = start.task is None and start.group is None and not per_episode
+    # With ids of a larger batch neighbours need not be mates.
+    unique = episode_ids is None and start.task is None and start.group is None and not per_episode
     task, group = assign_tasks(key, start, ids, sizes.group_size)
     env_params = canonical_params(start.params if per_episode else env.params if env_params is None else env_params)
 
@@ -276,10 +302,13 @@ def _env_params(game: _Game, episode: Array) -> tuple[PyTree, int | None]:
 
 
 def _expert_turn(game: _Game, slots: Slots) -> Slots:
-    """Lets the expert write the next action on rows whose turn is the teacher's; they wait for the environment at once."""
+    """Lets the expert write the next action on rows whose turn is the teacher's; they wait for the environment at
+    once."""
     if not game.teacher or game.env.expert is None or game.start.teacher_turns is None:
         return slots
-    mine = (slots.phase == RUN) & (slots.turn < game.start.teacher_turns[slots.episode])
+    mine = slots.phase == RUN
+    if game.policy is not None:
+        mine &= slots.turn < game.start.teacher_turns[slots.episode]
     keys = jax.vmap(lambda k, t: jax.random.fold_in(k, 2 * t + 1))(game.env_keys[slots.episode], slots.turn)
     params, axis = _env_params(game, slots.episode)
     action = jax.vmap(game.env.expert, (0, 0, axis))(keys, slots.env, params)
@@ -292,7 +321,8 @@ def _expert_turn(game: _Game, slots: Slots) -> Slots:
 
 
 def _open_turn(game: _Game, slots: Slots, observation: Text, go: Array, first: Array, last: Array) -> Slots:
-    """Appends an observation where ``go``: opens the row where ``first``, closes it (no action follows) where ``last``."""
+    """Appends an observation where ``go``: opens the row where ``first``, closes it (no action follows) where
+    ``last``."""
     ids, count = stream.observation_block(game.codec, observation, first)
     after = stream.append(slots, ids, jnp.where(go, count - last, 0))
     after = after._replace(
@@ -310,7 +340,7 @@ def _empty(game: _Game, batch: int) -> Slots:
     n, spec, sizes = batch, game.env.spec, game.sizes
     zero, off = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
     grid = lambda dtype, fill=0: jnp.full((n, sizes.max_tokens), fill, dtype)  # noqa: E731
-    names = dict(spec.info) | {"reward": "float32", "anchor": "uint32", "cut": "bool", "played": "bool", "thinking": "int32"}
+    names = dict(spec.info) | _STEPS
     env = jax.tree.map(lambda x: jnp.zeros((n, *x.shape[1:]), x.dtype), game.first_state)
     record = None
     if game.record is not None:
@@ -388,7 +418,10 @@ def _hungry(slots: Slots) -> Array:
 
 
 def _iterate(game: _Game, carry: _Carry) -> _Carry:
-    carry = carry._replace(stats=carry.stats._replace(iterations=carry.stats.iterations + 1))
+    slots = carry.slots
+    age = jnp.where(_waiting(slots), slots.age + 1, 0)
+    stats = carry.stats._replace(iterations=carry.stats.iterations + 1)
+    carry = carry._replace(slots=slots._replace(age=age), stats=stats)
     carry = control.while_any(lambda c: _due(game, c.slots), lambda c: _serve(game, c), carry)
     if game.policy is None:
         return carry
@@ -405,9 +438,14 @@ def _iterate(game: _Game, carry: _Carry) -> _Carry:
     return carry._replace(slots=slots, cache=cache, stats=stats)
 
 
+def _waiting(slots: Slots) -> Array:
+    return (slots.phase == WAIT) | (slots.phase == DONE)
+
+
 def _due(game: _Game, slots: Slots) -> Array:
-    """Whether environments should be stepped now: enough wait, none can decode, or the oldest has waited long enough."""
-    waiting = (slots.phase == WAIT) | (slots.phase == DONE)
+    """Whether environments should be stepped now: enough wait, none can decode, or the oldest has waited long
+    enough."""
+    waiting = _waiting(slots)
     number = jnp.sum(waiting)
     enough = 2 * number >= game.sizes.env_rows
     stuck = ~jnp.any(slots.phase == RUN)
@@ -422,12 +460,13 @@ def _pick(which: Array, number: int) -> Array:
 
 def _serve(game: _Game, carry: _Carry) -> _Carry:
     """Steps up to ``env_rows`` waiting rows; closed rows go to the output and their slots take the next episode."""
-    waiting = (carry.slots.phase == WAIT) | (carry.slots.phase == DONE)
-    age = jnp.where(waiting, carry.slots.age + 1, 0)
-    _, rows = jax.lax.top_k(age, game.sizes.env_rows)
+    waiting = _waiting(carry.slots)
+    _, rows = jax.lax.top_k(jnp.where(waiting, carry.slots.age + 1, 0), game.sizes.env_rows)
     valid = waiting[rows]
     sub = stream.gather(carry.slots, rows)
     stepping = valid & (sub.phase == WAIT)
+    # An action that its budget cut, and that the environment never sees, is counted too.
+    sub = _note(sub, sub.turn, valid & (sub.phase == DONE) & sub.cut, {"cut": sub.cut})
     sub, over, restart, observation = _step(game, sub, stepping)
     over |= valid & (sub.phase == DONE)
     closed = over | restart
@@ -436,7 +475,7 @@ def _serve(game: _Game, carry: _Carry) -> _Carry:
     sub = _next_segment(game, sub, observation, restart)
     sub = stream.where(over, _begin(game, order, rows.shape[0]), sub)
     sub = sub._replace(age=jnp.zeros_like(sub.age))
-    slots = stream.scatter(carry.slots._replace(age=age), jnp.where(valid, rows, game.sizes.slots), sub)
+    slots = stream.scatter(carry.slots, jnp.where(valid, rows, game.sizes.slots), sub)
     stats = carry.stats._replace(steps=carry.stats.steps + jnp.sum(stepping, dtype=jnp.int32))
     return carry._replace(slots=slots, rows=outputs, next=carry.next + jnp.sum(over, dtype=jnp.int32), stats=stats)
 
@@ -474,7 +513,8 @@ def _step(game: _Game, sub: Slots, go: Array) -> tuple[Slots, Array, Array, Text
 
 
 def _flush(game: _Game, rows: Slots, sub: Slots, closed: Array, over: Array) -> Slots:
-    """Writes closed rows to the output; ``phase`` keeps how the row ended: DONE truncated, RUN terminated, IDLE neither."""
+    """Writes closed rows to the output; ``phase`` keeps how the row ended: DONE truncated, RUN terminated, IDLE
+    neither."""
     index = jnp.where(closed, sub.episode * game.sizes.segments + sub.segment, rows.length.shape[0])
     ended = jnp.where(over, jnp.where(sub.truncated, DONE, RUN), IDLE)
     return stream.scatter(rows, index, sub._replace(phase=ended, hidden=None, env=None))
@@ -553,8 +593,8 @@ def _trajectory(game: _Game, rows: Slots, version: Array | int) -> Trajectory:
     return Trajectory(
         tokens=rows.tokens, mask=mask, expert=expert, logp=rows.logp, reward=rows.reward, turn=turn, length=rows.length,
         terminated=rows.phase == RUN, truncated=rows.phase == DONE,
-        task=game.start.task[episode], group=game.start.group[episode], episode=episode, role=jnp.zeros(count, jnp.int32),
-        segment=jnp.arange(count, dtype=jnp.int32) % segments,
+        task=game.start.task[episode], group=game.start.group[episode], episode=episode,
+        role=jnp.zeros(count, jnp.int32), segment=jnp.arange(count, dtype=jnp.int32) % segments,
         version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), (count,)), parent=none, branch=none,
         temperature=game.start.temperature[episode], steps=rows.steps, record=rows.record,
     )  # fmt: skip

@@ -25,8 +25,8 @@ class View(NamedTuple):
 
     Attributes:
       model: key of ``TrainState.params``.
-      tokens: ``(Batch) -> (int32[..., T2], offset int32[...])``, where ``traj.tokens[t]`` stands at ``t + offset``; None: the
-        trajectory's own tokens.
+      tokens: ``(Batch) -> (int32[..., T2], offset int32[...])``, where ``traj.tokens[t]`` stands at ``t + offset``;
+        None: the trajectory's own tokens.
     """
 
     model: str = "policy"
@@ -44,7 +44,8 @@ def token_scores(
 ) -> tuple[Array, Array, Array]:
     """``(logp [B, T], entropy [B, T], value [B, T + 1])`` of ``tokens [B, T]`` given what stands before them.
 
-    ``logp[t] = log pi(tokens[t] | tokens[:t])``, 0 at position 0; ``value[t]`` is the value of ``tokens[:t]``. The vocabulary is never materialised for more
+    ``logp[t] = log pi(tokens[t] | tokens[:t])``, 0 at position 0; ``value[t]`` is the value of ``tokens[:t]``. The
+    vocabulary is never materialised for more
     than ``chunk`` tokens at once: chunks are recomputed in the backward pass.
 
     Args:

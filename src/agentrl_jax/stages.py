@@ -1,7 +1,7 @@
 """Stages: what happens to a trajectory before the loss. A chain of them is an algorithm's ``prepare``.
 
-A stage is ``(memory, Batch, Tools, hyper, key) -> (memory, Batch, Metrics)``. Rows are not episodes: estimators see the rows of one
-(episode, role) laid end to end, and groups and statistics count (episode, role) once.
+A stage is ``(memory, Batch, Tools, hyper, key) -> (memory, Batch, Metrics)``. Rows are not episodes: estimators see
+the rows of one (episode, role) laid end to end, and groups and statistics count (episode, role) once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Stage: TypeAlias = Callable[[PyTree, Batch, Tools, dict[str, Array], Array], tup
 def chain(*stages: Stage, teacher: bool = False) -> Callable[..., tuple[PyTree, Batch, Metrics]]:
     """``Algorithm.prepare`` from stages, in order, each with its own key.
 
-    The batch begins with every number zero and the sampled tokens as its mask; with ``teacher`` the expert's tokens count too.
+    The batch begins with every number zero and the sampled tokens as its mask; with ``teacher`` the expert's tokens
+    count too.
     """
 
     def prepare(
@@ -91,10 +92,11 @@ def _first_of_group(group: Array, played: Array, num_groups: int) -> Array:
 
 
 def return_to_go(baseline: str = "ema", decay: float = 0.9) -> Stage:
-    """``A_t = G_t - b`` with the discounted return to go ``G_t`` (``hyper["discount"]``) and a baseline independent of the action.
+    """``A_t = G_t - b`` with the discounted return to go ``G_t`` (``hyper["discount"]``) and a baseline independent
+    of the action.
 
-    ``b`` is a running mean of episode returns (``ema``, debiased, kept in memory as ``(mean, weight)`` and updated after use) or 0
-    (``none``). Source: Williams, 1992 (REINFORCE).
+    ``b`` is a running mean of episode returns (``ema``, debiased, kept in memory as ``(mean, weight)`` and updated
+    after use) or 0 (``none``). Source: Williams, 1992 (REINFORCE).
     """
     if baseline not in ("ema", "none"):
         raise ValueError(f"baseline must be 'ema' or 'none', got {baseline!r}")
@@ -121,7 +123,8 @@ def return_to_go(baseline: str = "ema", decay: float = 0.9) -> Stage:
 def score_policy(*, always: bool = False) -> Stage:
     """``logp_old``, ``value`` and ``bootstrap`` from the parameters at the start of the step.
 
-    Skipped when the step makes a single update (``Tools.single``), unless ``always``: with a critic the values are needed.
+    Skipped when the step makes a single update (``Tools.single``), unless ``always``: with a critic the values are
+    needed.
     """
 
     def stage(
@@ -169,7 +172,8 @@ def kl_in_reward(estimator: str = "k1") -> Stage:
 
 
 def gae() -> Stage:
-    """``adv`` and ``target`` by GAE over written tokens (``hyper["discount"]``, ``hyper["lambda_"]``), after ``score_policy``.
+    """``adv`` and ``target`` by GAE over written tokens (``hyper["discount"]``, ``hyper["lambda_"]``), after
+    ``score_policy``.
 
     The rows of an episode are one sequence; only its last row bootstraps, and only when it was truncated.
     """
@@ -181,10 +185,11 @@ def gae() -> Stage:
         traj = batch.traj
         bootstrap = jnp.where(traj.truncated, batch.bootstrap, 0.0).reshape(-1, tools.segments).sum(axis=1)
         estimate = jax.vmap(
-            lambda r, v, m, b: advantages.gae(r, v, m, discount=hyper["discount"], lambda_=hyper["lambda_"], bootstrap=b)
+            lambda r, v, m, b: advantages.gae(
+                r, v, m, discount=hyper["discount"], lambda_=hyper["lambda_"], bootstrap=b
+            )
         )
-        view = [sequences(x, tools) for x in (traj.reward, batch.value, traj.mask)]
-        adv, target = (x.reshape(batch.adv.shape) for x in estimate(*view, bootstrap))
+        adv, target = (x.reshape(batch.adv.shape) for x in estimate(*(sequences(x, tools) for x in (traj.reward, batch.value, traj.mask)), bootstrap))
         explained = _explained_variance(target, batch.value, batch.mask)
         return memory, batch._replace(adv=adv, target=target), {"explained_variance": metrics_lib.scalar(explained)}
 
@@ -197,7 +202,8 @@ def _explained_variance(target: Array, value: Array, mask: Array) -> Array:
 
 
 def whiten(ddof: float = 1) -> Stage:
-    """``A <- (A - mean) / std`` over the batch's loss tokens; before the split into minibatches, so no split changes it."""
+    """``A <- (A - mean) / std`` over the batch's loss tokens; before the split into minibatches, so no split changes
+    it."""
 
     def stage(
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array

@@ -1,8 +1,8 @@
 """The token stream: what a slot of the rollout carries, and the few ways it grows.
 
-Each row of the stream either samples a token or is fed one. ``tokens[:length]`` is the truth, ``tokens[:cached]`` is what
-the model has processed; so what is still to be fed is simply what lies between. There is no padding inside a row, and
-position is index.
+Each row of the stream either samples a token or is fed one. ``tokens[:length]`` is the truth, ``tokens[:cached]`` is
+what the model has processed; so what is still to be fed is simply what lies between. There is no padding inside a
+row, and position is index.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def append_sample(slots: Slots, ready: Array, token: Array, logp: Array) -> Slot
 
 
 def observation_block(codec: Codec, text: Text, first: Array) -> tuple[Array, Array]:
-    """Ids that open a turn, batched: ``[start] open_observation text open_action`` and their number; start where ``first``."""
+    """Ids that open a turn, batched: ``[start] open_observation text open_action`` and their number; start where
+    ``first``."""
     ids, length = jax.vmap(codec.encode)(text)
     batch, width = ids.shape
     pad = jnp.full((batch, 1), codec.pad, jnp.int32)

@@ -1,6 +1,7 @@
 """Training: one step is one program (rollout, advantage, update), a whole run is a scan of steps.
 
-``make_step`` returns ``step(state) -> (state, metrics)``; ``make_train`` returns ``train(key, hyper) -> (state, metrics)``. Both are
+``make_step`` returns ``step(state) -> (state, metrics)``; ``make_train`` returns ``train(key, hyper) -> (state,
+metrics)``. Both are
 pure: ``jit``, ``vmap`` over seeds and hyper-parameters, ``pmap`` or shard them (``parallel.py``).
 """
 
@@ -77,8 +78,8 @@ def make_hyper(algorithm: Algorithm, env: Environment, **numbers: Any) -> Hyper:
 
 _UNIT = ("discount", "lambda_", "label_smoothing")
 _NOT_NEGATIVE = (
-    "learning_rate", "weight_decay", "warmup", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef", "value_eps",
-    "beta",
+    "learning_rate", "weight_decay", "warmup", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef",
+    "value_eps", "beta",
 )  # fmt: skip
 
 
@@ -120,7 +121,8 @@ def check(policy: Policy, codec: Codec, env: Environment, algorithm: Algorithm, 
     units = config.episodes // config.group_size if "pairs" in algorithm.needs else config.episodes
     if units % (structure.minibatches * structure.microbatches):
         raise ValueError(
-            f"{units} units do not split into {structure.minibatches} minibatches of {structure.microbatches} micro-batches"
+            f"{units} units do not split into {structure.minibatches} minibatches of "
+            f"{structure.microbatches} micro-batches"
         )
     if structure.schedule not in ("constant", "linear", "cosine"):
         raise ValueError(f"schedule must be constant, linear or cosine, got {structure.schedule!r}")
@@ -133,16 +135,18 @@ def make_init(
 ) -> Callable[..., TrainState]:
     """``init(key, hyper=None, params=None) -> TrainState``; ``params`` of the policy continue from an earlier phase.
 
-    The reference policy, where the algorithm needs one, is a copy of the policy at this moment.
+    The reference policy, where the algorithm needs one, is a copy of the policy at this moment. ``hyper`` and
+    ``params`` are copied too, so that donating the state leaves the caller's arrays alone.
     """
     check(policy, codec, env, algorithm, config)
 
     def init(key: Array, hyper: Hyper | None = None, params: PyTree | None = None) -> TrainState:
         model_key, memory_key, key = jax.random.split(key, 3)
-        models = {"policy": policy.init(model_key) if params is None else params}
+        copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
+        models = {"policy": policy.init(model_key) if params is None else copy(params)}
         if "reference" in algorithm.needs:
             # An alias inside a donated state would be donated twice.
-            models["reference"] = jax.tree.map(jnp.copy, models["policy"])
+            models["reference"] = copy(models["policy"])
         trained = {name: models[name] for name in update.trained_models(algorithm)}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -151,7 +155,7 @@ def make_init(
             updates=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
             memory=algorithm.init(memory_key),
-            hyper=make_hyper(algorithm, env) if hyper is None else hyper,
+            hyper=copy(make_hyper(algorithm, env) if hyper is None else hyper),
             key=key,
         )
 
@@ -232,7 +236,8 @@ def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState
 
 
 def rollout_metrics(traj: Trajectory, segments: int = 1) -> Metrics:
-    """What episodes were like: reward, every ``info`` name summed over turns, turns, tokens, truncation, cut actions."""
+    """What episodes were like: reward, every ``info`` name summed over turns, turns, tokens, truncation, cut
+    actions."""
     rows = traj.length > 0
     first = rows[::segments]
     per_episode = lambda x: jnp.sum(x.reshape(first.shape[0], -1).astype(jnp.float32), axis=1)  # noqa: E731
@@ -243,7 +248,10 @@ def rollout_metrics(traj: Trajectory, segments: int = 1) -> Metrics:
         "length": metrics_lib.masked(per_episode(traj.length), first),
         "written": metrics_lib.masked(per_episode(traj.mask), first),
         "truncated": metrics_lib.masked(per_episode(traj.truncated), first),
-        "cut_actions": (jnp.sum(traj.steps["cut"].astype(jnp.float32)), jnp.sum(traj.steps["played"].astype(jnp.float32))),
+        "cut_actions": (
+            jnp.sum(traj.steps["cut"].astype(jnp.float32)),
+            jnp.sum(traj.steps["played"].astype(jnp.float32)),
+        ),
         "tokens": metrics_lib.scalar(jnp.sum(traj.length)),
         "logp": metrics_lib.masked(traj.logp, sampled),
     }

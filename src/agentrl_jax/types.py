@@ -92,7 +92,8 @@ class Trajectory(NamedTuple):
       task, group, episode, role, segment, version: ``int32[B]``.
       parent, branch: ``int32[B]``, the row branched from and the first own token; -1 without.
       temperature: ``float32[B]``, what the row was sampled at (0: greedy); scoring uses the same.
-      steps: ``{name: [B, K]}`` per turn: ``TimeStep.info``, ``reward``, ``anchor``, ``cut`` and ``played``.
+      steps: ``{name: [B, K]}`` per turn: ``TimeStep.info``, ``reward``, ``anchor``, ``cut``, ``played`` and
+        ``thinking`` (bytes of the action before its last line).
       record: ``record(state)`` before action ``k`` and after the last, ``[B, K + 1, ...]``, or None.
       support: tokens allowed when sampling, or None: all of the codec's.
     """

@@ -1,7 +1,8 @@
 """The update: batch to loss to gradient to new parameters, over epochs, minibatches and micro-batches.
 
-Denominators are fixed over the minibatch before it is split, so micro-batches and devices only add, and any split gives the same
-gradient. Rows are sorted by length and each micro-batch is computed at the narrowest of a few static widths that holds it.
+Denominators are fixed over the minibatch before it is split, so micro-batches and devices only add, and any split
+gives the same gradient. Rows are sorted by length and each micro-batch is computed at the narrowest of a few static
+widths that holds it.
 """
 
 from __future__ import annotations
@@ -182,9 +183,11 @@ def update(
     single: bool = False,
     differentiate: Callable[..., tuple[PyTree, Array, Metrics]] = gradient,
 ) -> tuple[TrainState, Metrics]:
-    """All epochs and minibatches of one step. Units are shuffled in blocks of ``segments`` rows, so an episode stays whole.
+    """All epochs and minibatches of one step. Units are shuffled in blocks of ``segments`` rows, so an episode stays
+    whole.
 
-    ``differentiate`` may be replaced by a ``gradient`` that adds over devices; the minibatch it gets is already weighed.
+    ``differentiate`` may be replaced by a ``gradient`` that adds over devices; the minibatch it gets is already
+    weighed.
 
     Raises:
       ValueError: ``minibatches * microbatches`` does not divide the units.

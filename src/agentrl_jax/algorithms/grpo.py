@@ -31,6 +31,7 @@ def grpo(
         prepare=stages.chain(*score, stages.group_advantage(groups.group_relative, scale=scale, ddof=ddof)),
         weigh=objectives.weigh_tokens(aggregation, norm=norm),
         loss=objectives.token_objective(objectives.ppo_clip, kl=kl if reference else None),
-        hyper={"eps_low": eps_low, "eps_high": eps_high, "kl_coef": kl_coef, "entropy_coef": entropy_coef},
+        hyper={"eps_low": eps_low, "eps_high": eps_high, "entropy_coef": entropy_coef}
+        | ({"kl_coef": kl_coef} if reference else {}),
         needs=frozenset({"group"} | ({"reference"} if reference else set())),
     )

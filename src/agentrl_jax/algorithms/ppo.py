@@ -35,7 +35,7 @@ def ppo(
         loss=objectives.token_objective(objectives.ppo_clip, critic=True),
         hyper={
             "eps_low": eps_low, "eps_high": eps_high, "discount": discount, "lambda_": lambda_,
-            "value_coef": value_coef, "value_eps": value_eps, "kl_coef": kl_coef, "entropy_coef": entropy_coef,
-        },
+            "value_coef": value_coef, "value_eps": value_eps, "entropy_coef": entropy_coef,
+        } | ({"kl_coef": kl_coef} if reference else {}),
         needs=frozenset({"critic"} | ({"reference"} if reference else set())),
     )  # fmt: skip

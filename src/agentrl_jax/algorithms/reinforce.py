@@ -43,7 +43,8 @@ def rloo(
     aggregation: str = "seq-mean-token-sum",
     norm: float | None = None,
 ) -> Algorithm:
-    """``A_i = R_i - mean of the other members' returns``; with ``kl_coef`` the reward carries ``-kl_coef * k1`` per token.
+    """``A_i = R_i - mean of the other members' returns``; with ``kl_coef`` the reward carries ``-kl_coef * k1`` per
+    token.
 
     Source: Ahmadian et al., 2024, arXiv 2402.14740 (estimator: Kool et al., 2019).
     """
@@ -56,8 +57,6 @@ def rloo(
         prepare=stages.chain(*scoring, stages.group_advantage(groups.leave_one_out)),
         weigh=objectives.weigh_tokens(aggregation, norm=norm),
         loss=objectives.token_objective(objectives.policy_gradient),
-        hyper={"kl_coef": kl_coef, "entropy_coef": entropy_coef},
+        hyper={"entropy_coef": entropy_coef} | ({"kl_coef": kl_coef} if reference else {}),
         needs=frozenset({"group"} | ({"reference"} if reference else set())),
     )
-
-

@@ -7,9 +7,7 @@ from agentrl_jax.algorithm import Algorithm, Tools
 from agentrl_jax.types import Array, PyTree, Trajectory
 
 
-def _expert_rollout(
-    memory: PyTree, tools: Tools, hyper: dict[str, Array], key: Array
-) -> tuple[PyTree, Trajectory]:
+def _expert_rollout(memory: PyTree, tools: Tools, hyper: dict[str, Array], key: Array) -> tuple[PyTree, Trajectory]:
     del hyper
     return memory, tools.roll(key, expert=True)
 

@@ -22,8 +22,8 @@ class Codec(NamedTuple):
       max_tokens: ``(bytes) -> int``, a static bound on the tokens of a text of that capacity.
       encode: ``(Text) -> (int32[max_tokens(C)], int32[])``, ids (pad beyond the length) and their number; text alone,
         never a control id.
-      decode: ``(int32[L], int32[], capacity) -> Text``, the bytes of the first ``length`` ids; control and unknown ids are
-        skipped, what does not fit is dropped.
+      decode: ``(int32[L], int32[], capacity) -> Text``, the bytes of the first ``length`` ids; control and unknown
+        ids are skipped, what does not fit is dropped.
     """
 
     name: str

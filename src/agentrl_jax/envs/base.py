@@ -93,6 +93,6 @@ def canonical_params(params: PyTree) -> PyTree:
         kind = jnp.result_type(x)
         if jnp.issubdtype(kind, jnp.floating):
             return x.astype(jnp.float32)
-        return x.astype(bool) if kind == bool else x.astype(jnp.int32)
+        return x.astype(bool) if jnp.issubdtype(kind, jnp.bool_) else x.astype(jnp.int32)
 
     return jax.tree.map(one, params)
