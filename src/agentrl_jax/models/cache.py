@@ -35,7 +35,7 @@ def init_cache(config: TransformerConfig, batch: int, capacity: int) -> Cache:
 
 
 class Slots(NamedTuple):
-    """``index int32[B, C]``, where tokens are written (the capacity: nowhere); ``needed int32[B]``, positions to read."""
+    """``index int32[B, C]``, where tokens are written (capacity: nowhere); ``needed int32[B]``, positions to read."""
 
     index: Array
     needed: Array
