@@ -1,5 +1,6 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
@@ -28,9 +29,18 @@ OTHERS = [(groups.best_gap, {}), (groups.max_at_k_advantage, {"k": 2}), (groups.
 
 
 def run(fn, ret, group, num=3, **options):
+    """Padded to one shape by members of no group, so that all cases of a function share a compilation."""
+    assert num <= 5
+    size = len(ret)
+
+    def pad(x, fill):
+        return jnp.concatenate([jnp.asarray(x), jnp.full(9 - size, fill, jnp.asarray(x).dtype)])
+
+    arrays = [pad(ret if isinstance(ret, jax.Array) else np.asarray(ret, np.float32), 1), pad(group, -1)]
     if fn is groups.length_weighted:
-        return call(fn, ret, options.pop("length")[: len(ret)], group, num, **options)
-    return call(fn, ret, group, num, **options)
+        arrays.insert(1, pad(options.pop("length")[:size], 1))
+    masks = {name: pad(options.pop(name), True) for name in ("where", "statistics") if name in options}
+    return call(fn, *arrays, 5, **options, **masks)[:size]
 
 
 def ids(options):
@@ -134,14 +144,19 @@ def test_p11_an_episode_counts_once_however_it_is_split():
 
 
 @pytest.mark.parametrize(("fn", "options"), ZERO_SUM + OTHERS, ids=ids)
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, "bfloat16", bool])
-def test_equal_returns_and_lone_members_give_exactly_zero(fn, options, dtype):
-    ret = jnp.asarray([0.1, 0.1, 0.1, 0.7, 0.7, 1.0], dtype)
-    ret = jnp.concatenate([ret, ret[:1]])
-    adv = run(
-        fn, ret, np.array([0, 0, 0, 1, 1, 2, 3]), 5, **{**options, **({"eps": 0.0} if "scale" in options else {})}
-    )
+@pytest.mark.parametrize("value", [0.1, 0.7, 1e6 + 0.1])
+def test_equal_returns_and_lone_members_give_exactly_zero(fn, options, value):
+    ret = np.array([value] * 3 + [0.7, 0.7, 1.0, 0.1])
+    adv = run(fn, ret, np.array([0, 0, 0, 1, 1, 2, 3]), 5, **options)
     np.testing.assert_array_equal(adv, np.zeros(7))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, "bfloat16", bool])
+def test_equal_returns_of_any_type_give_exactly_zero_without_epsilon(dtype):
+    ret = jnp.asarray([0.1, 0.1, 0.1, 0.7, 0.7, 1.0, 0.1], dtype)
+    for scale in ("std", "batch"):
+        adv = run(groups.group_relative, ret, np.array([0, 0, 0, 1, 1, 2, 3]), 5, scale=scale, eps=0.0)
+        np.testing.assert_array_equal(adv, np.zeros(7))
 
 
 @pytest.mark.parametrize(("fn", "options"), ZERO_SUM, ids=ids)
@@ -160,7 +175,7 @@ def test_members_that_do_not_count_change_nothing(fn, options):
     adv = run(fn, dirty, GID, where=keep, **options)
     assert not adv[~keep].any()
     outside = run(fn, dirty, np.where(keep, GID, [7, 7, 7, 7, 7, -1, -1, 7, 7]), **options)
-    np.testing.assert_array_equal(outside, adv)
+    np.testing.assert_allclose(outside, adv, atol=1e-6)
     short = {k: v[keep] if k == "length" else v for k, v in options.items()}
     np.testing.assert_allclose(adv[keep], run(fn, ret[keep], GID[keep], **short), atol=1e-6)
 

@@ -95,25 +95,26 @@ def fisher_p(a: Array, b: Array, c: Array, d: Array, *, max_group: int) -> Array
 
     The sum of the probabilities of all tables with these margins that are no likelier than this one.
     """
-    rows, cols, total = a + b, a + c, a + b + c + d
+    rows, cols, total = (as_float(v)[..., None] for v in (a + b, a + c, a + b + c + d))
+    log_factorial = jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.log(jnp.arange(1.0, max_group + 1)))])
     x = jnp.arange(max_group + 1, dtype=jnp.float32)
-    grid = [v[..., None] for v in (rows, cols, total)]
-    log_p = _log_hypergeometric(x, *grid)
-    here = _log_hypergeometric(a, rows, cols, total)[..., None]
+    log_p = _log_hypergeometric(x, rows, cols, total, log_factorial)
+    here = _log_hypergeometric(as_float(a)[..., None], rows, cols, total, log_factorial)
     return jnp.minimum(jnp.sum(jnp.where(log_p <= here + 1e-4, jnp.exp(log_p), 0.0), axis=-1), 1.0)
 
 
-def _log_hypergeometric(x: Array, rows: Array, cols: Array, total: Array) -> Array:
+def _log_hypergeometric(x: Array, rows: Array, cols: Array, total: Array, log_factorial: Array) -> Array:
     """``log C(cols, x) C(total - cols, rows - x) / C(total, rows)``; -inf where impossible."""
+
+    def of(v):
+        return log_factorial[jnp.clip(v, 0, log_factorial.shape[0] - 1).astype(jnp.int32)]
+
+    def log_choose(n, k):
+        return of(n) - of(k) - of(n - k)
+
     possible = (x >= 0) & (x <= rows) & (x <= cols) & (rows - x <= total - cols)
-    x = jnp.where(possible, x, jnp.maximum(rows + cols - total, 0.0))
-    log_p = _log_choose(cols, x) + _log_choose(total - cols, rows - x) - _log_choose(total, rows)
+    log_p = log_choose(cols, x) + log_choose(total - cols, rows - x) - log_choose(total, rows)
     return jnp.where(possible, log_p, -jnp.inf)
-
-
-def _log_choose(n: Array, k: Array) -> Array:
-    gammaln = jax.scipy.special.gammaln
-    return gammaln(n + 1.0) - gammaln(k + 1.0) - gammaln(n - k + 1.0)
 
 
 def _bits(x: Array, y: Array) -> Array:
