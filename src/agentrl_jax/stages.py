@@ -189,7 +189,8 @@ def gae() -> Stage:
                 r, v, m, discount=hyper["discount"], lambda_=hyper["lambda_"], bootstrap=b
             )
         )
-        adv, target = (x.reshape(batch.adv.shape) for x in estimate(*(sequences(x, tools) for x in (traj.reward, batch.value, traj.mask)), bootstrap))
+        reward, value, mask = (sequences(x, tools) for x in (traj.reward, batch.value, traj.mask))
+        adv, target = (x.reshape(batch.adv.shape) for x in estimate(reward, value, mask, bootstrap))
         explained = _explained_variance(target, batch.value, batch.mask)
         return memory, batch._replace(adv=adv, target=target), {"explained_variance": metrics_lib.scalar(explained)}
 

@@ -141,7 +141,7 @@ def gradient(
 def apply(config: UpdateConfig, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
     """One optimiser update from the whole minibatch's gradient; refused, and counted, where it is not finite."""
     hyper, names = state.hyper, tuple(grads)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     fine = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, hyper.max_grad_norm / jnp.maximum(norm, 1e-12))
     grads = jax.tree.map(lambda g: jnp.where(fine, g * scale, 0.0).astype(g.dtype), grads)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from agentrl_jax.models import cache as _cache
 from agentrl_jax.models.config import TransformerConfig
+from agentrl_jax.models.testing import check_policy
 from agentrl_jax.models.transformer import Transformer
 from agentrl_jax.policy import Output, Policy
 from agentrl_jax.types import Array, PyTree
 
-__all__ = ["TransformerConfig", "transformer_policy"]
+__all__ = ["TransformerConfig", "check_policy", "transformer_policy"]
 
 
 @functools.cache
