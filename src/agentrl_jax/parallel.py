@@ -1,8 +1,8 @@
 """The only file that knows devices: data parallel, FSDP, tensor rules, seeds over devices, several hosts.
 
-The update runs in the global view: ``jit`` over a mesh, parameters placed by rules, and algorithm code that names no axis. The
-rollout runs under ``shard_map``, manual over every axis: each device plays its own episodes to their end and no collective stands
-inside the loop. Tokens do not depend on either, since randomness belongs to the episode.
+The update runs in the global view: ``jit`` over a mesh, parameters placed by rules, and algorithm code that names no
+axis. The rollout runs under ``shard_map``, manual over every axis: each device plays its own episodes to their end, and
+no collective stands inside the loop. Tokens depend on neither, since randomness belongs to the episode.
 
 ::
 
@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from agentrl_jax import train, update
@@ -37,7 +38,7 @@ from agentrl_jax.rollout import Sizes, assign_tasks, check, rollout
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Start, Trajectory
 
 AXES = ("data", "fsdp", "tensor")
-"""Axes of a mesh: replicas; parameters in pieces, each gathered where it is used; matrices in pieces that stay apart."""
+"""Axes of a mesh: replicas; parameters in pieces, gathered where they are used; matrices in pieces that stay apart."""
 
 BATCH_AXES = ("data", "fsdp")
 """Axes over which the rows of the update are split; along ``tensor`` devices share rows and split matrices."""
@@ -59,7 +60,7 @@ arXiv:1909.08053)."""
 def make_mesh(
     *, data: int | None = None, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A ``data x fsdp x tensor`` mesh over all ``devices`` (default: every device of every host), axes of type ``Auto``.
+    """A ``data x fsdp x tensor`` mesh over ``devices`` (default: all, of every host), with axes of type ``Auto``.
 
     ``data=None`` takes what the other axes leave.
 
@@ -78,10 +79,10 @@ def make_mesh(
 
 
 def param_specs(mesh: Mesh, params: PyTree, rules: Rules = TENSOR_RULES) -> PyTree:
-    """A ``PartitionSpec`` for every leaf: the rule that matches its path, then ``fsdp`` on its largest axis still whole.
+    """A ``PartitionSpec`` a leaf: the rule that matches its path, then ``fsdp`` on its largest axis still whole.
 
-    A rule's axis stays whole where its size is not divisible by the mesh axis. Only matrices are split over ``fsdp``, along
-    the largest divisible axis: vectors cost less than their messages. Paths read ``policy/blocks_0/attention/qkv/kernel``.
+    Where the mesh axis does not divide a size, that axis stays whole. Only matrices are split over ``fsdp``: a vector
+    costs less than its messages. Paths read ``policy/blocks_0/attention/qkv/kernel``.
 
     Raises:
       ValueError: a rule with more axes than the leaf has, or with an unknown mesh axis; ``fsdp`` or ``tensor`` larger
@@ -116,11 +117,12 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...], rules: Rules) -> Partit
         unknown = set(_names(part)) - set(mesh.axis_names)
         if unknown:
             raise ValueError(f"the rule for {name} names {sorted(unknown)}; the mesh has {mesh.axis_names}")
-        if shape[i] % math.prod(mesh.shape[axis] for axis in _names(part)):
+        pieces = math.prod(mesh.shape[axis] for axis in _names(part))
+        if pieces == 1 or shape[i] % pieces:
             parts[i] = None
-    free = [i for i, part in enumerate(parts) if part is None and shape[i] % mesh.shape.get("fsdp", 1) == 0]
-    named = {axis for part in parts for axis in _names(part)}
-    if len(shape) > 1 and free and "fsdp" in mesh.axis_names and "fsdp" not in named:
+    pieces = mesh.shape.get("fsdp", 1)
+    free = [i for i, part in enumerate(parts) if part is None and shape[i] % pieces == 0]
+    if pieces > 1 and len(shape) > 1 and free and not any("fsdp" in _names(part) for part in parts):
         parts[max(free, key=lambda i: shape[i])] = "fsdp"
     return PartitionSpec(*parts)
 
@@ -146,14 +148,14 @@ def state_sharding(mesh: Mesh, state: TrainState, rules: Rules = TENSOR_RULES) -
 
 
 def shard_state(state: TrainState, sharding: TrainState) -> TrainState:
-    """Copies a state, the same on every host, to where ``sharding`` says; a program may donate it without touching the original."""
+    """A copy of a state (the same on every host) that lies where ``sharding`` says; donating it spares the original."""
     return jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=sharding)(state)
 
 
 def jit_step(step: train.Step, mesh: Mesh, sharding: TrainState, **options: Any) -> train.Step:
-    """``step`` as one program over the mesh: the state stays where ``sharding`` says and is donated, metrics are replicated.
+    """``step`` as one program over the mesh: the state stays where ``sharding`` says and is donated.
 
-    ``options`` go to ``jax.jit``. The state that is passed must lie so already (``shard_state``).
+    Metrics are replicated; ``options`` go to ``jax.jit``. A state that is passed must lie so already (``shard_state``).
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(step, in_shardings=(sharding,), out_shardings=(sharding, everywhere), donate_argnums=0, **options)
@@ -162,16 +164,16 @@ def jit_step(step: train.Step, mesh: Mesh, sharding: TrainState, **options: Any)
 def sharded_rollout(
     mesh: Mesh, *, rollout_mode: str = "split", dtype: jax.typing.DTypeLike | None = None
 ) -> Callable[..., Trajectory]:
-    """A drop-in for ``rollout`` that plays ``episodes / devices`` episodes in ``slots / devices`` slots on every device.
+    """A drop-in for ``rollout``: each device plays ``episodes / devices`` episodes in ``slots / devices`` slots.
 
     Tokens equal those of ``rollout``; rows come back split over ``BATCH_AXES``, whole episodes together.
 
     Args:
       mesh: of ``make_mesh``.
-      rollout_mode: ``"split"``: parameters are gathered once, whole, on every device, and devices then run alone, each as
-        long as its own episodes last. ``"lockstep"``: for parameters that do not fit on one device. ``rollout`` itself runs
-        in the global view, all devices take every iteration together, and parameters stay in pieces: messages at
-        every token.
+      rollout_mode: ``"split"``: parameters are gathered once, whole, on every device, and devices then run alone, each
+        as long as its own episodes last. ``"lockstep"``: for parameters that do not fit on one device. ``rollout``
+        itself runs in the global view: all devices take every iteration together, parameters stay in pieces, and
+        messages pass at every token. Sizes need not be multiples of the devices.
       dtype: floating-point parameters are cast to it before they are gathered (``"split"``): the policy's own
         ``dtype`` halves the message for bfloat16. None: as they are.
 
@@ -246,7 +248,7 @@ def _divide(
     episode_ids: Array | None = None,
     **schedule: Any,
 ) -> tuple[Start, Array, dict[str, Any]]:
-    """``(start, episode ids, options of one part)``: all that depends on the whole batch, decided before it is split."""
+    """``(start, episode ids, options of a part)``: all that depends on the whole batch, decided before it is split."""
     start = start or Start()
     check(policy, env, Sizes(episodes, slots, max_tokens, group_size, segments), start)
     for name, size in (("episodes", episodes), ("slots", slots)):
@@ -274,7 +276,7 @@ def pmap_data_parallel(
     *,
     devices: Sequence[jax.Device] | None = None,
 ) -> train.Step:
-    """``make_step`` by ``jax.pmap``, the short way to data parallelism: ``step(state) -> (state, metrics)``, whole and equal everywhere.
+    """``make_step`` by ``jax.pmap``, the short way to data parallelism: ``step(state) -> (state, metrics)``, compiled.
 
     Every device plays its share of the episodes; all of them then see the whole batch, so statistics and denominators
     are global. Each differentiates its share of a weighed minibatch, and gradients, losses and metric sums and counts
@@ -297,7 +299,10 @@ def pmap_data_parallel(
         policy, codec, env, algorithm, config,
         rollout=functools.partial(_pmap_rollout, parts), differentiate=functools.partial(_pmap_gradient, parts),
     )  # fmt: skip
-    return jax.pmap(step, axis_name="data", in_axes=None, out_axes=None, devices=devices)  # pyright: ignore
+    # The state is one, and pmap wants something to map over.
+    spread = jax.pmap(lambda _, s: step(s), "data", in_axes=(0, None), out_axes=None, devices=devices)
+    here = sum(device.process_index == jax.process_index() for device in devices)
+    return lambda state: spread(np.zeros(here), state)
 
 
 def _share(parts: int, tree: PyTree) -> PyTree:
@@ -325,9 +330,15 @@ def _pmap_rollout(
 
 
 def _pmap_gradient(
-    parts: int, algorithm: Algorithm, score: update.ScoreFn, params: dict[str, PyTree], batch: Batch, *args: Any, **options: Any
-) -> tuple[PyTree, Array, Metrics]:  # fmt: skip
-    grads, loss, metrics = update.gradient(algorithm, score, params, _share(parts, batch), *args, **options)
+    parts: int,
+    algorithm: Algorithm,
+    score: update.ScoreFn,
+    params: dict[str, PyTree],
+    batch: Batch,
+    hyper: dict[str, Array],
+    **options: Any,
+) -> tuple[PyTree, Array, Metrics]:
+    grads, loss, metrics = update.gradient(algorithm, score, params, _share(parts, batch), hyper, **options)
     add = lambda x: jax.lax.psum(x, "data")  # noqa: E731
     over = lambda name: jax.lax.pmax if name.startswith("max_") else jax.lax.psum  # noqa: E731
     metrics = {name: (over(name)(total, "data"), add(count)) for name, (total, count) in metrics.items()}
@@ -335,7 +346,7 @@ def _pmap_gradient(
 
 
 def over_seeds(f: Callable, how: str = "map") -> Callable:
-    """``f(key)`` over a leading axis of keys: ``map`` (in turn), ``vmap`` (at once) or ``pmap`` (one a device), compiled.
+    """``f(key)``, compiled, over a leading axis of keys: ``map`` in turn, ``vmap`` at once, ``pmap`` one a device.
 
     On CPU ``vmap`` is a convenience, not a gain.
 
