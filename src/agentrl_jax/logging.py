@@ -21,6 +21,7 @@ from agentrl_jax.files import dumps, loads, safe_child, write_atomic
 METRICS, CONFIG, EVENTS = "metrics.jsonl", "config.json", "tensorboard"
 
 _SHOWN = (
+    ("loss", "loss", "{:.3f}"),
     ("reward", "reward", "{:.3f}"),
     ("success", "success", "{:.1%}"),
     ("tool_rate", "tool rate", "{:.1%}"),
@@ -169,7 +170,7 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class Progress:
     """A live display on a terminal, and a plain line every ``every`` steps elsewhere.
 
-    It shows phase, steps and time left, and of the metrics ``reward``, ``success``, ``tool_rate``, ``tool_calls``,
+    It shows phase, steps and time left, and of the metrics ``loss``, ``reward``, ``success``, ``tool_rate``, ``tool_calls``,
     ``entropy``, ``kl`` (or ``kl_old``) and ``tokens_per_second`` those that there are.
     Nothing a metric does stops training: one that is missing, not a number or not finite is shown as ``-``.
 

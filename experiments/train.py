@@ -1,0 +1,525 @@
+"""Trains an agent: supervised cold start on the environment's scripted teacher, RL on its reward, held-out evaluation.
+
+    python experiments/train.py
+    python experiments/train.py --tasks=experiments/data/arithmetic_words.jsonl
+    python experiments/train.py --name=NAME --resume
+
+Everything of a run is under runs/NAME: config.json, metrics.jsonl, tensorboard/, checkpoints/, transcripts.txt,
+learning_curve.png and summary.json. A run that was stopped, or killed, goes on with --resume as if nothing had
+happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reporting
+import settings as settings_lib
+from absl import app, flags, logging
+from settings import RL, SUPERVISED, Phase, Settings, Setup
+
+import agentrl_jax
+from agentrl_jax import manifest, metrics, plotting, train
+from agentrl_jax.checkpoint import Checkpoints, read_metadata
+from agentrl_jax.checkpoint import restore as restore_checkpoint
+from agentrl_jax.evaluate import Evaluation, make_evaluate
+from agentrl_jax.files import write_atomic
+from agentrl_jax.logging import MetricsWriter, Progress, read_config, read_metrics, run_directory, write_config
+from agentrl_jax.manifest import CheckpointError
+
+TIMES = ("time", "seconds", "compile_seconds", "eval_seconds", "tokens_per_second")
+"""Columns of a row that differ between two runs of the same settings."""
+# Of a supervised step these describe the agent; all else describes its teacher's episodes.
+_LEARNER = {"loss": "supervised_loss"} | {
+    name: name
+    for name in ("entropy", "grad_norm", "learning_rate", "clipped_updates", "skipped_updates", "loss_tokens", "tokens")
+}
+TRANSCRIPTS = "transcripts.txt"
+_SILENT = ("logp", "kl_old", "max_logp_gap", "cut_actions", "thinking", "split_miss")
+_PANELS = (
+    plotting.Panel(
+        "Success",
+        "share of episodes",
+        (("success", "training tasks"), ("eval_success", "held-out, greedy"), ("eval_pass_1", "held-out, sampled")),
+        (-0.02, 1.02),
+    ),
+    plotting.Panel("Reward", "per episode", (("reward", "training"), ("eval_reward", "held-out, greedy"))),
+    *plotting.PANELS[1:],
+    plotting.Panel("Loss", "supervised", (("supervised_loss", "loss"),)),
+)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """One flag for each entry of the table in ``settings.py``."""
+    for field in dataclasses.fields(Settings):
+        name, default, more = field.name, field.default, field.metadata
+        limits = {"lower_bound": more.get("low"), "upper_bound": more.get("high"), "flag_values": values}
+        if "choices" in more:
+            flags.DEFINE_enum(name, default, list(more["choices"]), more["help"], flag_values=values)
+        elif isinstance(default, bool):
+            flags.DEFINE_boolean(name, default, more["help"], flag_values=values)
+        elif isinstance(default, tuple):
+            flags.DEFINE_multi_string(name, list(default), more["help"], flag_values=values)
+        elif isinstance(default, int):
+            flags.DEFINE_integer(name, default, more["help"], **limits)
+        elif isinstance(default, str):
+            flags.DEFINE_string(name, default, more["help"], flag_values=values)
+        else:
+            flags.DEFINE_float(name, default, more["help"], **limits)
+
+
+def given(values: flags.FlagValues) -> dict[str, Any]:
+    """The settings that the command line gives, by name."""
+    found = {}
+    for field in dataclasses.fields(Settings):
+        if values[field.name].present:
+            value = values[field.name].value
+            found[field.name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def open_run(given: dict[str, Any]) -> tuple[Setup, Path, bool]:
+    """``(setup, directory, whether it goes on)``: everything is checked, nothing compiled.
+
+    Raises:
+      ValueError, FileExistsError: one line that says what is wrong.
+    """
+    settings = Settings(**given)
+    if not settings.resume:
+        settings = settings if settings.name else dataclasses.replace(settings, name=_free_name(settings))
+        setup = settings_lib.build(settings)
+        directory = run_directory(settings.root, settings.name)
+        write_config(directory, _config(setup))
+        return setup, directory, False
+    if not settings.name:
+        raise ValueError("--resume needs --name: which run of the folder --root to go on with")
+    directory = run_directory(settings.root, settings.name, resume=True)
+    if not (directory / "config.json").exists():
+        return open_run({**given, "resume": False}) if not any(directory.iterdir()) else _no_run(directory)
+    stored = read_config(directory)
+    setup = settings_lib.build(settings_lib.merge(stored.get("settings", {}), given))
+    changed = settings_lib.differences(stored.get("derived"), _config(setup)["derived"])
+    if changed:
+        raise ValueError(f"the run {settings.name!r} does not fit any more: {changed[0]}")
+    return setup, directory, True
+
+
+def _no_run(directory: Path) -> Any:
+    raise ValueError(f"{directory} holds files, but no config.json: it is not a run")
+
+
+def _free_name(settings: Settings) -> str:
+    stem = f"{settings_lib.env_name(settings)}-{settings.algorithm}"
+    number = 1
+    while (Path(settings.root) / f"{stem}-{number}").exists():
+        number += 1
+    return f"{stem}-{number}"
+
+
+def _config(setup: Setup) -> dict[str, Any]:
+    versions = {"agentrl_jax": agentrl_jax.__version__, "jax": jax.__version__, "backend": jax.default_backend()}
+    return {**settings_lib.describe(setup), "versions": versions}
+
+
+class Programs:
+    """The compiled programs, made in the background in the order they are needed: XLA leaves cores idle."""
+
+    def __init__(self, setup: Setup, wanted: Sequence[Phase], key: jax.Array) -> None:
+        """Begins to compile what ``wanted`` phases need."""
+        self._pool = ThreadPoolExecutor(2)
+        self._programs: dict[str, Future[Any]] = {}
+        for i, phase in enumerate(wanted):
+            state = setup.abstract(phase)
+            self._add(
+                f"{phase.name} init", setup.init(phase), key, setup.hyper(phase), state.params["policy"] if i else None
+            )
+            self._add(phase.name, _many(setup, phase), state, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
+            if i == 0:
+                number = jax.ShapeDtypeStruct((), jnp.float32)
+                self._add(
+                    "evaluate", evaluator(setup), state.params["policy"], key, setup.hyper(phase).env_params, number
+                )
+
+    def _add(self, name: str, function: Callable, *arguments: Any, **options: Any) -> None:
+        compile_ = lambda: jax.jit(function, **options).lower(*arguments).compile()  # noqa: E731
+        self._programs[name] = self._pool.submit(compile_)
+
+    def __getitem__(self, name: str) -> Any:
+        """The program, when it is there."""
+        return self._programs[name].result()
+
+    def close(self) -> None:
+        """Drops what has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _many(setup: Setup, phase: Phase) -> Callable:
+    """``(state, count) -> (state, {name: [calls]})``: up to ``calls`` steps, so a short remainder compiles nothing."""
+    step = train.make_step(setup.policy, setup.codec, setup.env, phase.algorithm, phase.config)
+
+    def one(state: train.TrainState) -> tuple[train.TrainState, dict[str, jax.Array]]:
+        state, found = step(state)
+        return state, metrics.finalize(found)
+
+    def many(state: train.TrainState, count: jax.Array) -> tuple[train.TrainState, dict[str, jax.Array]]:
+        shapes = jax.eval_shape(one, state)[1]
+        rows = jax.tree.map(lambda x: jnp.zeros((phase.calls, *x.shape), x.dtype), shapes)
+
+        def body(i: jax.Array, carry: tuple) -> tuple:
+            state, found = one(carry[0])
+            return state, jax.tree.map(lambda row, x: row.at[i].set(x), carry[1], found)
+
+        return jax.lax.fori_loop(0, count, body, (state, rows))
+
+    return many
+
+
+def evaluator(setup: Setup, **filters: Any) -> Callable[..., Evaluation]:
+    """Evaluation of held-out tasks at the sizes of the settings."""
+    chosen = setup.settings
+    episodes = chosen.eval_problems * (1 + chosen.eval_samples)
+    return make_evaluate(
+        setup.policy, setup.codec, setup.test, problems=chosen.eval_problems, samples=chosen.eval_samples,
+        max_tokens=setup.max_tokens, slots=min(chosen.slots or chosen.episodes, episodes), segments=chosen.segments,
+        **filters,
+    )  # fmt: skip
+
+
+class Stop:
+    """Notes SIGTERM and Ctrl-C: the run stops between two steps, with a checkpoint; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        """Installs the handlers."""
+        self.signal = 0
+        self._old = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _note(self, number: int, frame: Any) -> None:
+        del frame
+        self.signal = number
+        os.write(2, b"\nstopping after this step; once more to stop at once, without a checkpoint\n")
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the former handlers back."""
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+
+class Trainer:
+    """One run from where it stands to its end."""
+
+    def __init__(self, setup: Setup, directory: Path) -> None:
+        """Opens checkpoints and metrics where the run stands; a kill may come at any moment after as before."""
+        self.setup, self.settings, self.directory = setup, setup.settings, directory
+        self.config = _config(setup)
+        root = jax.random.key(setup.settings.seed)
+        self.keys = {name: jax.random.fold_in(root, i) for i, name in enumerate((SUPERVISED, RL, "evaluation"))}
+        self.checkpoints = Checkpoints(
+            directory / "checkpoints", keep_last=setup.settings.keep_last, metric="eval_success"
+        )
+        self.step, self.phase, self.state = restore(directory / "checkpoints", setup, self.config)
+        self.writer = MetricsWriter(
+            directory, resume_step=self.step + 1 if self.phase else 0, tensorboard=setup.settings.tensorboard
+        )
+        reporting.trim_transcripts(directory / TRANSCRIPTS, self.step if self.phase else -1)
+        self.wanted = [p for p in setup.phases if p.last > self.step or p.name == self.phase]
+        self.programs: Programs | None = None
+        self.last_evaluation: Evaluation | None = None
+        self._waited = self._clock = 0.0
+        self.stop = Stop()
+
+    def run(self) -> bool:
+        """Trains to the end; False when a signal stopped it."""
+        ahead = [phase for phase in self.wanted if phase.last > self.step]
+        self.programs = Programs(self.setup, ahead, self.keys[SUPERVISED]) if ahead else None
+        for phase in ahead:
+            if phase.name != self.phase:
+                self._begin(phase)
+            if not self._finish(phase):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Writes what is in flight and closes all files."""
+        if self.programs is not None:
+            self.programs.close()
+        self.writer.close()
+        self.checkpoints.close()
+        self.stop.restore()
+
+    def _begin(self, phase: Phase) -> None:
+        params = None if self.state is None else self.state.params["policy"]
+        program = self._program(f"{phase.name} init")
+        self.state = program(self.keys[phase.name], self.setup.hyper(phase), params)
+        self.phase = phase.name
+        if self.step == 0 and phase.name == RL:
+            self._write(phase, {"step": 0, "phase": phase.name} | self._evaluate(phase))
+
+    def _finish(self, phase: Phase) -> bool:
+        """The steps of a phase: the metrics of a call are fetched after the next call is on its way."""
+        program = self._program(phase.name)
+        with _progress(self.settings, phase) as show:
+            pending, self._clock = None, time.monotonic()
+            while self.step < phase.last and not self.stop.signal:
+                pause = self._next_pause(phase)
+                count = min(phase.calls, pause - self.step)
+                self.state, found = program(self.state, np.int32(count))
+                for row in self._rows(phase, pending, show):
+                    self._write(phase, row)
+                pending, self.step = (self.step, count, found), self.step + count
+                if self.step == pause or self.stop.signal:
+                    self._pause(phase, self._rows(phase, pending, show))
+                    pending, self._clock = None, time.monotonic()
+        return not self.stop.signal
+
+    def _next_pause(self, phase: Phase) -> int:
+        """The next step after which there is an evaluation or a checkpoint."""
+        every = self.settings.save_every
+        found = [phase.last, (self.step // every + 1) * every]
+        if phase.name == RL and self.settings.eval_every:
+            done = (self.step - phase.first) // self.settings.eval_every
+            found.append(phase.first + (done + 1) * self.settings.eval_every)
+        return min(found)
+
+    def _rows(self, phase: Phase, pending: tuple | None, show: Any) -> list[dict[str, Any]]:
+        """The metrics of a call, one row a step."""
+        if pending is None:
+            return []
+        first, count, found = pending
+        found = jax.device_get(found)
+        now = time.monotonic()
+        seconds, self._clock = (now - self._clock) / count, now
+        rows = []
+        for i in range(count):
+            numbers = {name: float(values[i]) for name, values in found.items()}
+            times = {"seconds": seconds, "tokens_per_second": numbers["tokens"] / seconds}
+            rows.append({"step": first + i + 1, "phase": phase.name, **_columns(numbers, phase), **times})
+            show.update(first + i + 1 - phase.first, _shown(rows[-1]), phase=phase.name)
+        return rows
+
+    def _write(self, phase: Phase, row: dict[str, Any]) -> None:
+        if self._waited:
+            row, self._waited = {**row, "compile_seconds": self._waited}, 0.0
+        self.writer.write(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+    def _pause(self, phase: Phase, rows: list[dict[str, Any]]) -> None:
+        """Rows, evaluation where one is due, checkpoint, in this order: a checkpoint always finds its rows written."""
+        for row in rows[:-1]:
+            self._write(phase, row)
+        every = self.settings.eval_every if phase.name == RL else 0
+        due = self.step == phase.last or (every and (self.step - phase.first) % every == 0)
+        found = self._evaluate(phase) if due else {}
+        self._write(phase, rows[-1] | found)
+        numbers = {"eval_success": found["eval_success"]} if due else {}
+        self.checkpoints.save(self.step, self.state, {"config": self.config, "phase": phase.name}, numbers)
+
+    def _evaluate(self, phase: Phase) -> dict[str, float]:
+        """Evaluates the policy as it is, notes some episodes, and returns columns for the row."""
+        program = self._program("evaluate")
+        clock, chosen = time.monotonic(), self.settings
+        found = self.last_evaluation = jax.device_get(self._play(program))
+        numbers = reporting.outcome(found)
+        title = f"({phase.name}), held-out tasks, sampled at temperature {chosen.temperature:g}"
+        texts = reporting.episodes(found, self.setup.codec, chosen.transcripts)
+        reporting.add_transcripts(self.directory / TRANSCRIPTS, self.step, title, texts)
+        _say(f"evaluation after step {self.step} ({phase.name}): {reporting.in_short(numbers)}")
+        if numbers.get("split_miss"):
+            _say("warning: some held-out tasks were not found; evaluation played training tasks instead")
+        return {f"eval_{name}": value for name, value in numbers.items()} | {"eval_seconds": time.monotonic() - clock}
+
+    def _play(self, program: Callable[..., Evaluation]) -> Evaluation:
+        """The held-out tasks: the same ones, with the same keys, at every call."""
+        temperature = np.float32(self.settings.temperature)
+        return program(self.state.params["policy"], self.keys["evaluation"], self.state.hyper.env_params, temperature)
+
+    def _program(self, name: str) -> Callable[..., Any]:
+        """A compiled program; the time it is waited for goes to the next row."""
+        clock = time.monotonic()
+        program = self.programs[name]
+        self._waited += time.monotonic() - clock
+        return program
+
+
+def restore(directory: Path, setup: Setup, config: dict[str, Any]) -> tuple[int, str, Any]:
+    """``(step, phase, state)`` of the newest checkpoint that is whole and of this run; ``(0, "", None)`` without any.
+
+    Raises:
+      CheckpointError: there are checkpoints, but none can be used.
+    """
+    found, skipped = manifest.scan(directory, contents=True)
+    for _, reason in skipped:
+        _say(f"warning: passed over a checkpoint: {reason}")
+    phases = {phase.name: phase for phase in setup.phases}
+    for folder, _ in reversed(found):
+        try:
+            notes = read_metadata(directory, folder.step)
+            other = settings_lib.differences(notes.get("config", {}).get("derived"), config["derived"])
+            if other or notes.get("phase") not in phases:
+                raise CheckpointError(f"{folder.path} is of another run: {(other or ['no such phase'])[0]}")
+            name = notes["phase"]
+            state = restore_checkpoint(directory, setup.abstract(phases[name]), folder.step).state
+            return folder.step, name, state
+        except CheckpointError as error:
+            _say(f"warning: passed over a checkpoint: {error}")
+    if found or skipped:
+        raise CheckpointError(f"no checkpoint in {directory} can be used: remove them to start the run again")
+    return 0, "", None
+
+
+def _columns(numbers: dict[str, float], phase: Phase) -> dict[str, float]:
+    """Columns of a row: those of supervised episodes are the teacher's, and are named so."""
+    if phase.name != SUPERVISED:
+        return numbers
+    own = {_LEARNER[name]: value for name, value in numbers.items() if name in _LEARNER}
+    silent = (*_LEARNER, *_SILENT)
+    return own | {f"teacher_{name}": value for name, value in numbers.items() if name not in silent}
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """What the display gets: the loss of the cold start alone says something."""
+    shown = {name: value for name, value in row.items() if name != "loss"}
+    return {**shown, "loss": row["supervised_loss"]} if "supervised_loss" in row else shown
+
+
+class _Silent:
+    """A progress display that shows nothing."""
+
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, step: int, metrics: Any, *, phase: str = "") -> None:
+        pass
+
+
+def _progress(settings: Settings, phase: Phase) -> Any:
+    if settings.progress == "off":
+        return _Silent()
+    live = {"auto": None, "live": True, "plain": False}[settings.progress]
+    total = phase.last - phase.first
+    return Progress(total, every=50 if phase.name == SUPERVISED else 5, live=live)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def summarize(setup: Setup, directory: Path, started: float) -> str:
+    """Writes the learning curve and ``summary.json``; returns one screen of text."""
+    rows = read_metrics(directory)
+    what = f"{settings_lib.env_name(setup.settings)}, {setup.phases[-1].algorithm.name}"
+    plotting.learning_curve(
+        directory / "learning_curve.png",
+        rows,
+        panels=_PANELS,
+        title=what,
+    )
+    evaluations = _evaluations(setup, rows)
+    seconds = _seconds(rows) | {"this session": time.monotonic() - started}
+    summary = {"step": rows[-1]["step"], "seconds": seconds, "seed": setup.settings.seed, "evaluations": evaluations}
+    write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    used = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
+    lines = [f"\n{what}, seed {setup.settings.seed}; held-out tasks, 95 % intervals"]
+    lines += [reporting.table(evaluations)] if evaluations else []
+    return "\n".join([*lines, f"time: {used}", *_files(directory)])
+
+
+def _evaluations(setup: Setup, rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Outcomes by title: before RL and after it, as far as there are such."""
+    start = setup.phases[-1].first if setup.phases[-1].name == RL else -1
+    found = {}
+    for row in rows:
+        if "eval_success" in row:
+            title = "before RL" if row["step"] <= start else "after RL" if start >= 0 else "at the end"
+            found[title] = {name[5:]: value for name, value in row.items() if name.startswith("eval_")}
+    return found
+
+
+def _seconds(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Wall time by phase, over all sessions; waiting for the compiler apart."""
+    found = {}
+    for row in rows:
+        found[row["phase"]] = found.get(row["phase"], 0.0) + row.get("seconds", 0.0)
+    for title, name in (("evaluation", "eval_seconds"), ("waiting for the compiler", "compile_seconds")):
+        found[title] = sum(row.get(name, 0.0) for row in rows)
+    return found
+
+
+def _files(directory: Path) -> list[str]:
+    names = ("learning_curve.png", "transcripts.txt", "metrics.jsonl", "config.json", "checkpoints/", "tensorboard/")
+    there = [name for name in names if (directory / name).exists()]
+    return [
+        f"files: {directory}/ with {', '.join(there)}",
+        f"next:  python experiments/evaluate.py --run={directory}   (any checkpoint, any environment)",
+    ]
+
+
+def train_run(given: dict[str, Any]) -> int:
+    """Runs what the flags say; the exit status: 0, or 128 + the signal that stopped it."""
+    started = time.monotonic()
+    try:
+        setup, directory, again = open_run(given)
+        use_cache(setup.settings.compile_cache)
+        trainer = Trainer(setup, directory)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    where = f" goes on after step {trainer.step} of {setup.total}" if again else f": {setup.total} steps"
+    _say("\n".join([*setup.notes, f"run {directory}{where}; compiling in the background ..."]))
+    try:
+        done = trainer.run()
+    finally:
+        trainer.close()
+    if not done:
+        _say(f"stopped after step {trainer.step}: go on with --resume --name={setup.settings.name}")
+        return 128 + trainer.stop.signal
+    if trainer.last_evaluation is not None:
+        style = "ansi" if sys.stdout.isatty() else "text"
+        _say("\n" + "\n".join(reporting.episodes(trainer.last_evaluation, setup.codec, 3, style=style)))
+    _say(summarize(setup, directory, started))
+    return 0
+
+
+def use_cache(folder: str) -> None:
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+    """The flags parser of ``app.run``: a wrong flag is one line and exit status 2."""
+    try:
+        rest = flags.FLAGS(list(argv))
+        if len(rest) > 1:
+            raise flags.Error(f"unexpected argument {rest[1]!r}: every setting is a flag, --name=value")
+        return rest
+    except flags.Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(argv: Sequence[str]) -> int:
+    del argv
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
+    return train_run(given(flags.FLAGS))
+
+
+if __name__ == "__main__":
+    define_flags(flags.FLAGS)
+    app.run(main, flags_parser=parse)
