@@ -28,10 +28,13 @@ KEY = jax.random.key(0)
 MESHES = {"data": {}, "fsdp": {"fsdp": 2}, "tensor": {"fsdp": 2, "tensor": 2}}
 
 
-def outcomes(state, step):
+def outcomes(state, step, caplog=None):
+    """What every step gives; with ``caplog``, steps after the first must not compile anything."""
     out = []
-    for _ in range(small.STEPS):
-        state, metrics = step(state)
+    for i in range(small.STEPS):
+        with jax.log_compiles(caplog is not None and i > 0):
+            state, metrics = step(state)
+        assert caplog is None or not [r for r in caplog.records if "ompiling" in r.getMessage()]
         out.append(small.outcome(state, metrics))
     return out
 
@@ -76,17 +79,16 @@ def test_the_problem_is_ragged():
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_equals_one_device(name):
+def test_a_mesh_equals_one_device(name, caplog):
     mesh = parallel.make_mesh(**MESHES[name])
     state, step = small.mesh_program(mesh)
-    assert_equal(outcomes(state, step))
+    assert_equal(outcomes(state, step, caplog))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))  # Donated.
 
 
-@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-def test_pmap_data_parallel_equals_one_device():
+def test_pmap_data_parallel_equals_one_device(caplog):
     step = parallel.pmap_data_parallel(small.POLICY, small.CODEC, small.ENV, small.ALGORITHM, small.CONFIG)
-    assert_equal(outcomes(jax.jit(small.init, compiler_options=FAST_COMPILE)(KEY), step))
+    assert_equal(outcomes(jax.jit(small.init, compiler_options=FAST_COMPILE)(KEY), step, caplog))
 
 
 def test_two_processes_equal_one(tmp_path):
@@ -282,7 +284,6 @@ def test_shards_have_the_shape_that_rules_promise(name):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state.params))  # A copy: the original outlives donation.
 
 
-@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 def test_seeds_are_equal_however_they_are_spread():
     def run(key):
         x = jax.random.normal(key, (4,))

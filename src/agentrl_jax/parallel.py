@@ -57,9 +57,7 @@ TENSOR_RULES: Rules = (
 arXiv:1909.08053)."""
 
 
-def make_mesh(
-    *, data: int | None = None, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(*, data: int | None = None, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A ``data x fsdp x tensor`` mesh over ``devices`` (default: all, of every host), with axes of type ``Auto``.
 
     ``data=None`` takes what the other axes leave.
@@ -274,7 +272,7 @@ def pmap_data_parallel(
     algorithm: Algorithm,
     config: train.TrainConfig,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> train.Step:
     """``make_step`` by ``jax.pmap``, the short way to data parallelism: ``step(state) -> (state, metrics)``, compiled.
 
@@ -299,10 +297,17 @@ def pmap_data_parallel(
         policy, codec, env, algorithm, config,
         rollout=functools.partial(_pmap_rollout, parts), differentiate=functools.partial(_pmap_gradient, parts),
     )  # fmt: skip
-    # The state is one, and pmap wants something to map over.
     spread = jax.pmap(lambda _, s: step(s), "data", in_axes=(0, None), out_axes=None, devices=devices)
     here = sum(device.process_index == jax.process_index() for device in devices)
-    return lambda state: spread(np.zeros(here), state)
+    mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def run(state: TrainState) -> tuple[TrainState, Metrics]:
+        # Where a state lies is part of the program: left where it comes from, the second step would compile again.
+        # The zeros are there because pmap wants something to map over.
+        return spread(np.zeros(here), jax.device_put(state, everywhere))
+
+    return run
 
 
 def _share(parts: int, tree: PyTree) -> PyTree:
