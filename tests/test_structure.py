@@ -32,6 +32,8 @@ GROUPS = {
     "models": "models",
     "sampling": "sampling",
     "stream": "rollout",
+    "game": "rollout",
+    "turns": "rollout",
     "rollout": "rollout",
     "scoring": "scoring",
     "algorithm": "algorithms",

@@ -14,19 +14,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import control, sampling, stream, text
+from agentrl_jax import control, sampling, stream, turns
 from agentrl_jax.codecs.base import Codec
-from agentrl_jax.envs.base import Environment, canonical, canonical_params
+from agentrl_jax.envs.base import Environment
+from agentrl_jax.game import TASK_SEED, Game, Sizes, assign_tasks, check, check_numbers, prepare
 from agentrl_jax.policy import Policy
 from agentrl_jax.stream import DONE, IDLE, RUN, WAIT, Slots
-from agentrl_jax.types import Array, PyTree, Start, Text, TimeStep, Trajectory
+from agentrl_jax.types import Array, PyTree, Start, Trajectory
 
-TASK_SEED = 20_240_501
-"""Root of the task keys: a task id names the same task in every step, run and program."""
-
-
-_STEPS = {"reward": "float32", "anchor": "uint32", "cut": "bool", "played": "bool", "thinking": "int32"}
-"""What ``Trajectory.steps`` holds beside the environment's info."""
+__all__ = ["TASK_SEED", "RolloutStats", "Sizes", "assign_tasks", "check", "rollout", "rollout_with_stats"]
 
 
 class RolloutStats(NamedTuple):
@@ -37,55 +33,6 @@ class RolloutStats(NamedTuple):
     decoded: Array
     steps: Array
     fed: Array
-
-
-class Sizes(NamedTuple):
-    """Static sizes of a rollout; ``chunk``, ``feed_rows``, ``env_rows`` and ``max_wait`` change time alone.
-
-    Attributes:
-      episodes, slots, max_tokens, group_size, segments: as in ``rollout``.
-      chunk: tokens fed to a row at once.
-      feed_rows: rows fed at once.
-      env_rows: environments stepped at once.
-      max_wait: iterations a closed action may wait while other rows decode.
-    """
-
-    episodes: int
-    slots: int
-    max_tokens: int
-    group_size: int = 1
-    segments: int = 1
-    chunk: int = 32
-    feed_rows: int = 16
-    env_rows: int = 16
-    max_wait: int = 16
-
-
-class _Game(NamedTuple):
-    """Everything static or constant during a rollout."""
-
-    policy: Policy | None
-    codec: Codec
-    env: Environment
-    sizes: Sizes
-    params: PyTree
-    env_params: PyTree
-    per_episode_params: bool
-    start: Start
-    token_keys: Array
-    env_keys: Array
-    first_state: PyTree
-    first_step: TimeStep
-    order: Array
-    active_count: Array
-    filters: dict[str, Array]
-    record: Callable[[PyTree], PyTree] | None
-    teacher: bool
-
-    @property
-    def budget(self) -> int:
-        """Tokens of an action, its end marker included."""
-        return self.codec.max_tokens(self.env.spec.max_action) + 1
 
 
 class _Carry(NamedTuple):
@@ -195,8 +142,8 @@ def rollout_with_stats(
     )  # fmt: skip
     start = Start() if start is None else start
     check(policy, env, sizes, start)
-    _check_numbers(temperature, top_k, top_p)
-    game = _prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record)
+    check_numbers(temperature, top_k, top_p)
+    game = prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record)
     filters = {"top_k": top_k, "top_p": top_p}
     game = game._replace(filters={k: jnp.asarray(v) for k, v in filters.items() if v is not None})
     carry = _first_carry(game)
@@ -204,207 +151,12 @@ def rollout_with_stats(
     return _trajectory(game, carry.rows, version), carry.stats
 
 
-def check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -> None:
-    """Refuses what ``rollout`` cannot play, before anything is compiled.
-
-    Raises:
-      ValueError: sizes that do not fit together, a policy or expert that is missing, a field of ``start`` of another
-        size.
-    """
-    for name in ("episodes", "slots", "max_tokens", "group_size", "segments", "chunk", "feed_rows", "env_rows"):
-        if getattr(sizes, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
-    if sizes.episodes % sizes.group_size:
-        raise ValueError(f"episodes ({sizes.episodes}) must be a multiple of group_size ({sizes.group_size})")
-    if sizes.slots > sizes.episodes:
-        raise ValueError(f"slots ({sizes.slots}) must be at most episodes ({sizes.episodes})")
-    if env.spec.roles != 1:
-        raise ValueError(f"{env.name} has {env.spec.roles} roles; the rollout plays one seat")
-    if start.prefix is not None:
-        raise ValueError("start.prefix must be None: the rollout starts episodes at their reset")
-    if start.teacher_turns is not None and env.expert is None:
-        raise ValueError(f"teacher_turns needs an expert, and {env.name} has none")
-    if policy is None and start.teacher_turns is None:
-        raise ValueError("policy is None: start.teacher_turns must cover every turn")
-    taken = sorted(set(dict(env.spec.info)) & set(_STEPS))
-    if taken:
-        raise ValueError(f"{env.name}: EnvSpec.info must not use the names {taken}, which the rollout keeps itself")
-    for name, value in start._asdict().items():
-        if name not in ("params", "prefix") and value is not None and jnp.shape(value) != (sizes.episodes,):
-            raise ValueError(f"start.{name} must have shape ({sizes.episodes},), got {jnp.shape(value)}")
-
-
-def assign_tasks(key: Array, start: Start, episode_ids: Array, group_size: int) -> tuple[Array, Array]:
-    """``(task, group)`` of every episode, ``int32[N]`` each: as ``start`` says, else equal groups that each draw a
-    task.
-
-    A drawn task follows from the rollout's ``key`` and the group alone (of ``episode_ids``, where groups are not
-    given).
-    """
-    group = start.group
-    if group is None:
-        group = episode_ids // group_size
-    if start.task is not None:
-        return start.task.astype(jnp.int32), group.astype(jnp.int32)
-    task_key, _ = jax.random.split(key)
-    draw = jax.vmap(lambda g: jax.random.bits(jax.random.fold_in(task_key, g), dtype=jnp.uint32) >> 1)
-    return draw(group).astype(jnp.int32), group.astype(jnp.int32)
-
-
-def _check_numbers(temperature: Array | float, top_k: Array | int | None, top_p: Array | float | None) -> None:
-    """Ranges of the numbers that are concrete; a traced one cannot be looked at."""
-    if isinstance(temperature, int | float) and not temperature >= 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
-    if isinstance(top_k, int) and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if isinstance(top_p, int | float) and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-
-
-def _prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record) -> _Game:
-    """Fills in ``start`` and resets every episode; group mates share a reset when their parameters do."""
-    n, per_episode = sizes.episodes, start.params is not None
-    ids = jnp.arange(n, dtype=jnp.int32) if episode_ids is None else jnp.asarray(episode_ids, jnp.int32)
-    _, play_key = jax.random.split(key)
-    # With ids of a larger batch neighbours need not be mates.
-    unique = episode_ids is None and start.task is None and start.group is None and not per_episode
-    task, group = assign_tasks(key, start, ids, sizes.group_size)
-    env_params = canonical_params(start.params if per_episode else env.params if env_params is None else env_params)
-
-    def reset(task, params):
-        state, ts = env.reset(jax.random.fold_in(jax.random.key(TASK_SEED), task), params)
-        return state, canonical(ts, env.spec)
-
-    axes = (0, 0 if per_episode else None)
-    distinct = task[:: sizes.group_size] if unique else task
-    first = jax.vmap(reset, axes)(distinct, env_params)
-    if unique:
-        first = jax.tree.map(lambda x: jnp.repeat(x, sizes.group_size, axis=0), first)
-    fold = jax.vmap(lambda e, d: jax.random.fold_in(jax.random.fold_in(play_key, e), d), (0, None))
-    active = jnp.ones(n, bool) if start.active is None else start.active.astype(bool)
-    start = Start(
-        task=task, group=group, active=active, params=None,
-        temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (n,))
-        if start.temperature is None else start.temperature.astype(jnp.float32),
-        teacher_turns=None if start.teacher_turns is None else start.teacher_turns.astype(jnp.int32),
-    )  # fmt: skip
-    return _Game(
-        policy, codec, env, sizes, params, env_params, per_episode, start, fold(ids, 0), fold(ids, 1), *first,
-        jnp.argsort(~active, stable=True).astype(jnp.int32), jnp.sum(active, dtype=jnp.int32), {}, record,
-        start.teacher_turns is not None,
-    )  # fmt: skip
-
-
-def _env_params(game: _Game, episode: Array) -> tuple[PyTree, int | None]:
-    if game.per_episode_params:
-        return stream.gather(game.env_params, episode), 0
-    return game.env_params, None
-
-
-def _expert_turn(game: _Game, slots: Slots) -> Slots:
-    """Lets the expert write the next action on rows whose turn is the teacher's; they wait for the environment at
-    once."""
-    if not game.teacher or game.env.expert is None or game.start.teacher_turns is None:
-        return slots
-    mine = slots.phase == RUN
-    if game.policy is not None:
-        mine &= slots.turn < game.start.teacher_turns[slots.episode]
-    keys = jax.vmap(lambda k, t: jax.random.fold_in(k, 2 * t + 1))(game.env_keys[slots.episode], slots.turn)
-    params, axis = _env_params(game, slots.episode)
-    action = jax.vmap(game.env.expert, (0, 0, axis))(keys, slots.env, params)
-    ids, count = stream.action_block(game.codec, action, game.budget)
-    after = stream.append(slots, ids, jnp.where(mine, count, 0), written=True)
-    whole = after.length - slots.length == count
-    return after._replace(
-        phase=jnp.where(mine, jnp.where(whole, WAIT, DONE), slots.phase), truncated=slots.truncated | (mine & ~whole)
-    )
-
-
-def _open_turn(game: _Game, slots: Slots, observation: Text, go: Array, first: Array, last: Array) -> Slots:
-    """Appends an observation where ``go``: opens the row where ``first``, closes it (no action follows) where
-    ``last``."""
-    ids, count = stream.observation_block(game.codec, observation, first)
-    after = stream.append(slots, ids, jnp.where(go, count - last, 0))
-    after = after._replace(
-        began=jnp.where(go, after.length, slots.began),
-        cut=slots.cut & ~go,
-        phase=jnp.where(go, jnp.where(last, DONE, RUN), slots.phase),
-    )
-    full = go & ~last & (after.length >= game.sizes.max_tokens)
-    after = after._replace(phase=jnp.where(full, DONE, after.phase), truncated=after.truncated | full)
-    return _expert_turn(game, after)
-
-
-def _empty(game: _Game, batch: int) -> Slots:
-    """Rows without an episode."""
-    n, spec, sizes = batch, game.env.spec, game.sizes
-    zero, off = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
-    grid = lambda dtype, fill=0: jnp.full((n, sizes.max_tokens), fill, dtype)  # noqa: E731
-    names = dict(spec.info) | _STEPS
-    env = jax.tree.map(lambda x: jnp.zeros((n, *x.shape[1:]), x.dtype), game.first_state)
-    record = None
-    if game.record is not None:
-        kept = jax.eval_shape(jax.vmap(game.record), env)
-        record = jax.tree.map(lambda x: jnp.zeros((n, spec.max_turns + 1, *x.shape[1:]), x.dtype), kept)
-    return Slots(
-        episode=zero, segment=zero, phase=zero + IDLE, length=zero, cached=zero, began=zero, turn=zero, written=zero,
-        age=zero, cut=off, truncated=off, hidden=_hidden(game, n), tokens=grid(jnp.int32, game.codec.pad),
-        meta=grid(jnp.int32), logp=grid(jnp.float32), reward=grid(jnp.float32),
-        steps={k: jnp.zeros((n, spec.max_turns), d) for k, d in names.items()}, record=record, env=env,
-    )  # fmt: skip
-
-
-def _hidden(game: _Game, batch: int) -> Array:
-    if game.policy is None:
-        return jnp.zeros((batch, 1), jnp.float32)
-    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-    out = jax.eval_shape(game.policy.forward, game.params, tokens)
-    return jnp.zeros((batch, out.hidden.shape[-1]), out.hidden.dtype)
-
-
-def _keep(game: _Game, slots: Slots, turn: Array, which: Array) -> Slots:
-    """Notes ``record`` and the anchor of the state before action ``turn``, where ``which``."""
-    if game.record is not None:
-        now = jax.vmap(game.record)(slots.env)
-        at = (jnp.arange(game.env.spec.max_turns + 1) == turn[:, None]) & which[:, None]
-        put = lambda old, new: jnp.where(at.reshape(at.shape + (1,) * (new.ndim - 1)), new[:, None], old)  # noqa: E731
-        slots = slots._replace(record=jax.tree.map(put, slots.record, now))
-    return slots
-
-
-def _note(slots: Slots, turn: Array, which: Array, values: dict[str, Array]) -> Slots:
-    """Writes per-turn values at ``turn [B]``, where ``which``."""
-    at = (jnp.arange(slots.steps["played"].shape[1]) == turn[:, None]) & which[:, None]
-    steps = {k: jnp.where(at, values[k][:, None], v) if k in values else v for k, v in slots.steps.items()}
-    return slots._replace(steps=steps)
-
-
-def _anchor(game: _Game, env: PyTree, observation: Text) -> Array:
-    if game.env.anchor is not None:
-        return jax.vmap(game.env.anchor)(env).astype(jnp.uint32)
-    return jax.vmap(text.hash_)(observation)
-
-
-def _begin(game: _Game, count: Array, batch: int) -> Slots:
-    """Fresh rows for the ``count``-th active episodes, idle beyond the last."""
-    fresh = _empty(game, batch)
-    some = count < game.active_count
-    episode = game.order.at[count].get(mode="clip")
-    fresh = fresh._replace(
-        episode=episode, phase=jnp.where(some, RUN, IDLE), env=stream.gather(game.first_state, episode)
-    )
-    observation = stream.gather(game.first_step.observation, episode)
-    fresh = _keep(game, fresh, fresh.turn, some)
-    fresh = _note(fresh, fresh.turn, some, {"anchor": _anchor(game, fresh.env, observation)})
-    return _open_turn(game, fresh, observation, some, jnp.ones_like(some), jnp.zeros_like(some))
-
-
-def _first_carry(game: _Game) -> _Carry:
+def _first_carry(game: Game) -> _Carry:
     sizes = game.sizes
     count = jnp.arange(sizes.slots, dtype=jnp.int32)
-    slots = _begin(game, count, sizes.slots)
+    slots = turns.begin(game, count, sizes.slots)
     cache = None if game.policy is None else game.policy.init_cache(sizes.slots, sizes.max_tokens)
-    rows = _empty(game, sizes.episodes * sizes.segments)._replace(hidden=None, env=None)
+    rows = turns.empty(game, sizes.episodes * sizes.segments)._replace(hidden=None, env=None)
     zero = jnp.zeros((), jnp.int32)
     carry = _Carry(slots, cache, rows, zero + sizes.slots, RolloutStats(zero, zero, zero, zero))
     if game.policy is None:
@@ -417,7 +169,7 @@ def _hungry(slots: Slots) -> Array:
     return (slots.phase == RUN) & (slots.cached < slots.length)
 
 
-def _iterate(game: _Game, carry: _Carry) -> _Carry:
+def _iterate(game: Game, carry: _Carry) -> _Carry:
     slots = carry.slots
     age = jnp.where(_waiting(slots), slots.age + 1, 0)
     stats = carry.stats._replace(iterations=carry.stats.iterations + 1)
@@ -442,7 +194,7 @@ def _waiting(slots: Slots) -> Array:
     return (slots.phase == WAIT) | (slots.phase == DONE)
 
 
-def _due(game: _Game, slots: Slots) -> Array:
+def _due(game: Game, slots: Slots) -> Array:
     """Whether environments should be stepped now: enough wait, none can decode, or the oldest has waited long
     enough."""
     waiting = _waiting(slots)
@@ -458,7 +210,7 @@ def _pick(which: Array, number: int) -> Array:
     return jnp.nonzero(which, size=number, fill_value=which.shape[0])[0].astype(jnp.int32)
 
 
-def _serve(game: _Game, carry: _Carry) -> _Carry:
+def _serve(game: Game, carry: _Carry) -> _Carry:
     """Steps up to ``env_rows`` waiting rows; closed rows go to the output and their slots take the next episode."""
     waiting = _waiting(carry.slots)
     _, rows = jax.lax.top_k(jnp.where(waiting, carry.slots.age + 1, 0), game.sizes.env_rows)
@@ -466,77 +218,26 @@ def _serve(game: _Game, carry: _Carry) -> _Carry:
     sub = stream.gather(carry.slots, rows)
     stepping = valid & (sub.phase == WAIT)
     # An action that its budget cut, and that the environment never sees, is counted too.
-    sub = _note(sub, sub.turn, valid & (sub.phase == DONE) & sub.cut, {"cut": sub.cut})
-    sub, over, restart, observation = _step(game, sub, stepping)
+    sub = turns.note(sub, sub.turn, valid & (sub.phase == DONE) & sub.cut, {"cut": sub.cut})
+    sub, over, restart, observation = turns.step(game, sub, stepping)
     over |= valid & (sub.phase == DONE)
     closed = over | restart
-    outputs = _flush(game, carry.rows, sub, closed, over)
+    outputs = turns.flush(game, carry.rows, sub, closed, over)
     order = carry.next + jnp.cumsum(over, dtype=jnp.int32) - 1
-    sub = _next_segment(game, sub, observation, restart)
-    sub = stream.where(over, _begin(game, order, rows.shape[0]), sub)
+    sub = turns.next_segment(game, sub, observation, restart)
+    sub = stream.where(over, turns.begin(game, order, rows.shape[0]), sub)
     sub = sub._replace(age=jnp.zeros_like(sub.age))
     slots = stream.scatter(carry.slots, jnp.where(valid, rows, game.sizes.slots), sub)
     stats = carry.stats._replace(steps=carry.stats.steps + jnp.sum(stepping, dtype=jnp.int32))
     return carry._replace(slots=slots, rows=outputs, next=carry.next + jnp.sum(over, dtype=jnp.int32), stats=stats)
 
 
-def _step(game: _Game, sub: Slots, go: Array) -> tuple[Slots, Array, Array, Text]:
-    """One environment step where ``go``: ``(rows, episode over, context restarts, observation)``."""
-    spec, turn = game.env.spec, sub.turn
-    keys = jax.vmap(lambda k, t: jax.random.fold_in(k, 2 * t))(game.env_keys[sub.episode], turn)
-    action = stream.action_text(game.codec, sub, game.budget, spec.max_action)
-    params, axis = _env_params(game, sub.episode)
-
-    def one(key, state, action, params):
-        state, ts = game.env.step(key, state, action, params)
-        return state, canonical(ts, spec)
-
-    state, ts = jax.vmap(one, (0, 0, 0, axis))(keys, sub.env, action, params)
-    state = jax.tree.map(lambda new, old: new.astype(old.dtype), state, sub.env)
-    last = (jnp.arange(game.sizes.max_tokens) == sub.length[:, None] - 1) & go[:, None]
-    sub = sub._replace(
-        env=stream.where(go, state, sub.env),
-        reward=jnp.where(last, ts.reward[:, None], sub.reward),
-        turn=jnp.where(go, turn + 1, turn),
-    )
-    thinking = jax.vmap(lambda a: text.rfind(a, text.literal("\n")) + 1)(action)
-    values = {"reward": ts.reward, "cut": sub.cut, "played": go, "thinking": thinking, **(ts.info or {})}
-    sub = _note(_keep(game, sub, sub.turn, go), turn, go, values)
-    terminated = go & ts.terminated
-    over_turns = turn + 1 >= spec.max_turns
-    no_room = ts.restart & (sub.segment + 1 >= game.sizes.segments)
-    truncated = go & ~terminated & (ts.truncated | over_turns | no_room)
-    over, restart = terminated | truncated, go & ts.restart & ~terminated & ~truncated
-    sub = _note(sub, sub.turn, go & ~over & ~restart, {"anchor": _anchor(game, sub.env, ts.observation)})
-    sub = _open_turn(game, sub, ts.observation, go & ~terminated & ~restart, jnp.zeros_like(go), truncated)
-    return sub._replace(truncated=sub.truncated | truncated), over, restart, ts.observation
-
-
-def _flush(game: _Game, rows: Slots, sub: Slots, closed: Array, over: Array) -> Slots:
-    """Writes closed rows to the output; ``phase`` keeps how the row ended: DONE truncated, RUN terminated, IDLE
-    neither."""
-    index = jnp.where(closed, sub.episode * game.sizes.segments + sub.segment, rows.length.shape[0])
-    ended = jnp.where(over, jnp.where(sub.truncated, DONE, RUN), IDLE)
-    return stream.scatter(rows, index, sub._replace(phase=ended, hidden=None, env=None))
-
-
-def _next_segment(game: _Game, sub: Slots, observation: Text, restart: Array) -> Slots:
-    """Opens a new row of the same episode where the context restarts."""
-    fresh = _empty(game, restart.shape[0])._replace(
-        episode=sub.episode, segment=sub.segment + 1, phase=sub.phase, turn=sub.turn, written=sub.written, env=sub.env
-    )
-    anchor = {"anchor": _anchor(game, sub.env, observation)}
-    fresh = _note(_keep(game, fresh, fresh.turn, restart), fresh.turn, restart, anchor)
-    fresh = _open_turn(game, fresh, observation, restart, jnp.ones_like(restart), jnp.zeros_like(restart))
-    return stream.where(restart, fresh, sub)
-
-
-def _feed(game: _Game, carry: _Carry) -> _Carry:
+def _feed(game: Game, carry: _Carry) -> _Carry:
     """Feeds one chunk to up to ``feed_rows`` gathered rows."""
     return _feed_rows(game, carry, _pick(_hungry(carry.slots), game.sizes.feed_rows))
 
 
-def _feed_rows(game: _Game, carry: _Carry, rows: Array | None) -> _Carry:
+def _feed_rows(game: Game, carry: _Carry, rows: Array | None) -> _Carry:
     """Feeds one chunk to the given rows, or to every row (None)."""
     assert game.policy is not None
     slots, sizes = carry.slots, game.sizes
@@ -561,7 +262,7 @@ def _feed_rows(game: _Game, carry: _Carry, rows: Array | None) -> _Carry:
     return carry._replace(slots=slots, cache=cache, stats=stats)
 
 
-def _decode(game: _Game, slots: Slots, cache: PyTree) -> tuple[Slots, PyTree, Array]:
+def _decode(game: Game, slots: Slots, cache: PyTree) -> tuple[Slots, PyTree, Array]:
     """Samples one token on every row that can, and processes it unless it closed the action."""
     assert game.policy is not None
     ready = slots.phase == RUN
@@ -569,7 +270,7 @@ def _decode(game: _Game, slots: Slots, cache: PyTree) -> tuple[Slots, PyTree, Ar
     uniform = jax.vmap(lambda k: jax.random.uniform(k, dtype=jnp.float32))(keys)
     logits = game.policy.logits(game.params, slots.hidden)
     allowed = jnp.asarray(game.codec.sampleable)
-    temperature = game.start.temperature[slots.episode]
+    temperature = game.temperature[slots.episode]
     token, logp = sampling.sample(uniform, logits, temperature, allowed=allowed, **game.filters)
     slots = stream.append_sample(slots, ready, token, logp)
     ended = ready & (token == game.codec.end_action)
@@ -585,7 +286,7 @@ def _decode(game: _Game, slots: Slots, cache: PyTree) -> tuple[Slots, PyTree, Ar
     return slots, cache, jnp.sum(ready, dtype=jnp.int32)
 
 
-def _trajectory(game: _Game, rows: Slots, version: Array | int) -> Trajectory:
+def _trajectory(game: Game, rows: Slots, version: Array | int) -> Trajectory:
     count, segments = game.sizes.episodes * game.sizes.segments, game.sizes.segments
     episode = jnp.arange(count, dtype=jnp.int32) // segments
     mask, expert, turn = stream.unpack(rows.meta, rows.length)
@@ -593,8 +294,8 @@ def _trajectory(game: _Game, rows: Slots, version: Array | int) -> Trajectory:
     return Trajectory(
         tokens=rows.tokens, mask=mask, expert=expert, logp=rows.logp, reward=rows.reward, turn=turn, length=rows.length,
         terminated=rows.phase == RUN, truncated=rows.phase == DONE,
-        task=game.start.task[episode], group=game.start.group[episode], episode=episode,
+        task=game.task[episode], group=game.group[episode], episode=episode,
         role=jnp.zeros(count, jnp.int32), segment=jnp.arange(count, dtype=jnp.int32) % segments,
         version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), (count,)), parent=none, branch=none,
-        temperature=game.start.temperature[episode], steps=rows.steps, record=rows.record,
+        temperature=game.temperature[episode], steps=rows.steps, record=rows.record,
     )  # fmt: skip

@@ -49,7 +49,7 @@ class Slots(NamedTuple):
     age: Array
     cut: Array
     truncated: Array
-    hidden: Array | None
+    hidden: PyTree
     tokens: Array
     meta: Array
     logp: Array

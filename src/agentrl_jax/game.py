@@ -1,0 +1,181 @@
+"""What is static or constant during a rollout, and where its episodes begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from agentrl_jax import stream
+from agentrl_jax.codecs.base import Codec
+from agentrl_jax.envs.base import Environment, canonical, canonical_params
+from agentrl_jax.policy import Policy
+from agentrl_jax.types import Array, PyTree, Start, TimeStep
+
+STEPS = {"reward": "float32", "anchor": "uint32", "cut": "bool", "played": "bool", "thinking": "int32"}
+"""What ``Trajectory.steps`` holds beside the environment's info."""
+
+TASK_SEED = 20_240_501
+"""Root of the task keys: a task id names the same task in every step, run and program."""
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a rollout; ``chunk``, ``feed_rows``, ``env_rows`` and ``max_wait`` change time alone.
+
+    Attributes:
+      episodes, slots, max_tokens, group_size, segments: as in ``rollout``.
+      chunk: tokens fed to a row at once.
+      feed_rows: rows fed at once.
+      env_rows: environments stepped at once.
+      max_wait: iterations a closed action may wait while other rows decode.
+    """
+
+    episodes: int
+    slots: int
+    max_tokens: int
+    group_size: int = 1
+    segments: int = 1
+    chunk: int = 32
+    feed_rows: int = 16
+    env_rows: int = 16
+    max_wait: int = 16
+
+
+class Game(NamedTuple):
+    """Everything static or constant during a rollout."""
+
+    policy: Policy | None
+    codec: Codec
+    env: Environment
+    sizes: Sizes
+    params: PyTree
+    env_params: PyTree
+    per_episode_params: bool
+    task: Array
+    group: Array
+    temperature: Array
+    teacher_turns: Array | None
+    token_keys: Array
+    env_keys: Array
+    first_state: PyTree
+    first_step: TimeStep
+    order: Array
+    active_count: Array
+    filters: dict[str, Array]
+    record: Callable[[PyTree], PyTree] | None
+
+    @property
+    def budget(self) -> int:
+        """Tokens of an action, its end marker included."""
+        return self.codec.max_tokens(self.env.spec.max_action) + 1
+
+
+def check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -> None:
+    """Refuses what ``rollout`` cannot play, before anything is compiled.
+
+    Raises:
+      ValueError: sizes that do not fit together, a policy or expert that is missing, a field of ``start`` of another
+        size.
+    """
+    for name in ("episodes", "slots", "max_tokens", "group_size", "segments", "chunk", "feed_rows", "env_rows"):
+        if getattr(sizes, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
+    if sizes.episodes % sizes.group_size:
+        raise ValueError(f"episodes ({sizes.episodes}) must be a multiple of group_size ({sizes.group_size})")
+    if sizes.slots > sizes.episodes:
+        raise ValueError(f"slots ({sizes.slots}) must be at most episodes ({sizes.episodes})")
+    if env.spec.roles != 1:
+        raise ValueError(f"{env.name} has {env.spec.roles} roles; the rollout plays one seat")
+    if start.prefix is not None:
+        raise ValueError("start.prefix must be None: the rollout starts episodes at their reset")
+    if start.teacher_turns is not None and env.expert is None:
+        raise ValueError(f"teacher_turns needs an expert, and {env.name} has none")
+    if policy is None and start.teacher_turns is None:
+        raise ValueError("policy is None: start.teacher_turns must cover every turn")
+    taken = sorted(set(dict(env.spec.info)) & set(STEPS))
+    if taken:
+        raise ValueError(f"{env.name}: EnvSpec.info must not use the names {taken}, which the rollout keeps itself")
+    for name, value in start._asdict().items():
+        if name not in ("params", "prefix") and value is not None and jnp.shape(value) != (sizes.episodes,):
+            raise ValueError(f"start.{name} must have shape ({sizes.episodes},), got {jnp.shape(value)}")
+
+
+def check_numbers(temperature: Array | float, top_k: Array | int | None, top_p: Array | float | None) -> None:
+    """Ranges of the numbers that are concrete; a traced one cannot be looked at."""
+    if isinstance(temperature, int | float) and not temperature >= 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}")
+    if isinstance(top_k, int) and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if isinstance(top_p, int | float) and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+
+
+def assign_tasks(key: Array, start: Start, episode_ids: Array, group_size: int) -> tuple[Array, Array]:
+    """``(task, group)`` of every episode, ``int32[N]`` each: as ``start`` says, else equal groups that each draw a
+    task.
+
+    A drawn task follows from the rollout's ``key`` and the group alone (of ``episode_ids``, where groups are not
+    given).
+    """
+    group = start.group
+    if group is None:
+        group = episode_ids // group_size
+    if start.task is not None:
+        return start.task.astype(jnp.int32), group.astype(jnp.int32)
+    task_key, _ = jax.random.split(key)
+    draw = jax.vmap(lambda g: jax.random.bits(jax.random.fold_in(task_key, g), dtype=jnp.uint32) >> 1)
+    return draw(group).astype(jnp.int32), group.astype(jnp.int32)
+
+
+def prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record) -> Game:
+    """Fills in ``start`` and resets every episode; group mates share a reset when their parameters do."""
+    n, per_episode = sizes.episodes, start.params is not None
+    ids = jnp.arange(n, dtype=jnp.int32) if episode_ids is None else jnp.asarray(episode_ids, jnp.int32)
+    _, play_key = jax.random.split(key)
+    # With ids of a larger batch neighbours need not be mates.
+    unique = episode_ids is None and start.task is None and start.group is None and not per_episode
+    task, group = assign_tasks(key, start, ids, sizes.group_size)
+    env_params = canonical_params(start.params if per_episode else env.params if env_params is None else env_params)
+
+    def reset(task, params):
+        state, ts = env.reset(jax.random.fold_in(jax.random.key(TASK_SEED), task), params)
+        return state, canonical(ts, env.spec)
+
+    axes = (0, 0 if per_episode else None)
+    distinct = task[:: sizes.group_size] if unique else task
+    first = jax.vmap(reset, axes)(distinct, env_params)
+    if unique:
+        first = jax.tree.map(lambda x: jnp.repeat(x, sizes.group_size, axis=0), first)
+    fold = jax.vmap(lambda e, d: jax.random.fold_in(jax.random.fold_in(play_key, e), d), (0, None))
+    active = jnp.ones(n, bool) if start.active is None else start.active.astype(bool)
+    given = jnp.asarray(temperature, jnp.float32) if start.temperature is None else start.temperature
+    return Game(
+        policy=policy,
+        codec=codec,
+        env=env,
+        sizes=sizes,
+        params=params,
+        env_params=env_params,
+        per_episode_params=per_episode,
+        task=task,
+        group=group,
+        temperature=jnp.broadcast_to(given.astype(jnp.float32), (n,)),
+        teacher_turns=None if start.teacher_turns is None else start.teacher_turns.astype(jnp.int32),
+        token_keys=fold(ids, 0),
+        env_keys=fold(ids, 1),
+        first_state=first[0],
+        first_step=first[1],
+        order=jnp.argsort(~active, stable=True).astype(jnp.int32),
+        active_count=jnp.sum(active, dtype=jnp.int32),
+        filters={},
+        record=record,
+    )
+
+
+def env_params_of(game: Game, episode: Array) -> tuple[PyTree, int | None]:
+    """Parameters of the given episodes' environments, and the axis along which they differ."""
+    if game.per_episode_params:
+        return stream.gather(game.env_params, episode), 0
+    return game.env_params, None
