@@ -33,8 +33,9 @@ from agentrl_jax import train, update
 from agentrl_jax.algorithm import Algorithm, TrainState
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment
+from agentrl_jax.game import Sizes, assign_tasks, check
 from agentrl_jax.policy import Policy
-from agentrl_jax.rollout import Sizes, assign_tasks, check, rollout
+from agentrl_jax.rollout import rollout
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Start, Trajectory
 
 AXES = ("data", "fsdp", "tensor")
@@ -335,14 +336,9 @@ def _pmap_rollout(
 
 
 def _pmap_gradient(
-    parts: int,
-    algorithm: Algorithm,
-    score: update.ScoreFn,
-    params: dict[str, PyTree],
-    batch: Batch,
-    hyper: dict[str, Array],
-    **options: Any,
-) -> tuple[PyTree, Array, Metrics]:
+    parts: int, algorithm: Algorithm, score: update.ScoreFn, params: dict[str, PyTree], batch: Batch,
+    hyper: dict[str, Array], **options: Any,
+) -> tuple[PyTree, Array, Metrics]:  # fmt: skip
     grads, loss, metrics = update.gradient(algorithm, score, params, _share(parts, batch), hyper, **options)
     add = lambda x: jax.lax.psum(x, "data")  # noqa: E731
     over = lambda name: jax.lax.pmax if name.startswith("max_") else jax.lax.psum  # noqa: E731
