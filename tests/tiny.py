@@ -1,7 +1,7 @@
 """A policy in plain functions that compiles fast, and what the tests of the core share.
 
-One attention head over the embeddings, as small as a policy with a cache can be. Its parameters hold a bias on the logits,
-so that one program plays scripted, random and greedy policies alike.
+One attention head over the embeddings, as small as a policy with a cache can be. Its parameters hold a bias on the
+logits, so that one program plays scripted, random and greedy policies alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ jit = functools.partial(jax.jit, compiler_options=FAST)
 
 def _init(key):
     names = ("embed", "position", "query", "key", "out", "head")
-    shapes = ((CODEC.vocab_size, WIDTH), (256, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, CODEC.vocab_size))
+    shapes = (
+        (CODEC.vocab_size, WIDTH),
+        (256, WIDTH),
+        (WIDTH, WIDTH),
+        (WIDTH, WIDTH),
+        (WIDTH, WIDTH),
+        (WIDTH, CODEC.vocab_size),
+    )
     params = {n: 0.4 * jax.random.normal(k, s) for n, k, s in zip(names, jax.random.split(key, 6), shapes, strict=True)}
     return params | {"bias": jnp.zeros(CODEC.vocab_size), "value": jnp.zeros(WIDTH), "value_bias": jnp.zeros(())}
 

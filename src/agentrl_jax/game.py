@@ -137,7 +137,8 @@ def prepare(policy, codec, env, params, key, sizes, start, env_params, temperatu
     # With ids of a larger batch neighbours need not be mates.
     unique = episode_ids is None and start.task is None and start.group is None and not per_episode
     task, group = assign_tasks(key, start, ids, sizes.group_size)
-    env_params = canonical_params(start.params if per_episode else env.params if env_params is None else env_params)
+    given = start.params if per_episode else env_params
+    env_params = canonical_params(env.params if given is None else given, env.params)
 
     def reset(task, params):
         state, ts = env.reset(jax.random.fold_in(jax.random.key(TASK_SEED), task), params)

@@ -73,7 +73,7 @@ def make_hyper(algorithm: Algorithm, env: Environment, **numbers: Any) -> Hyper:
     outer = {k: v for k, v in numbers.items() if k in fields and k != "env_params"}
     defaults = {k: v for k, v in Hyper()._asdict().items() if k not in ("env_params", "algorithm")}
     outer = {k: jnp.asarray(v, jnp.float32) for k, v in (defaults | outer).items()}
-    return Hyper(**outer, env_params=canonical_params(numbers.get("env_params", env.params)), algorithm=own)
+    return Hyper(**outer, env_params=canonical_params(numbers.get("env_params", env.params), env.params), algorithm=own)
 
 
 _UNIT = ("discount", "lambda_", "label_smoothing")
@@ -255,6 +255,8 @@ def rollout_metrics(traj: Trajectory, segments: int = 1) -> Metrics:
         "tokens": metrics_lib.scalar(jnp.sum(traj.length)),
         "logp": metrics_lib.masked(traj.logp, sampled),
     }
+    if "tool_calls" in traj.steps:
+        out["tool_rate"] = metrics_lib.masked((per_episode(traj.steps["tool_calls"]) > 0).astype(jnp.float32), first)
     skip = ("reward", "played", "cut", "anchor")
     return out | {k: metrics_lib.masked(per_episode(v), first) for k, v in traj.steps.items() if k not in skip}
 

@@ -106,9 +106,13 @@ def _hidden(game: Game, batch: int) -> Array:
 
 def _open_turn(game: Game, slots: Slots, observation: Text, go: Array, first: Array, last: Array) -> Slots:
     """Appends an observation where ``go``: opens the row where ``first``, closes it (no action follows) where
-    ``last``."""
+    ``last``.
+
+    The opening of the action stands behind the last observation too: a critic is trained on what precedes an agent's
+    words, so nowhere else could the bootstrap be read.
+    """
     ids, count = stream.observation_block(game.codec, observation, first)
-    after = stream.append(slots, ids, jnp.where(go, count - last, 0))
+    after = stream.append(slots, ids, jnp.where(go, count, 0))
     after = after._replace(
         began=jnp.where(go, after.length, slots.began),
         cut=slots.cut & ~go,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from agentrl_jax.types import Array, PyTree, Text, TimeStep
 
@@ -84,15 +85,31 @@ def canonical(ts: TimeStep, spec: EnvSpec) -> TimeStep:
     )
 
 
-def canonical_params(params: PyTree) -> PyTree:
-    """Environment parameters as strong float32, int32 or bool arrays: the only traced form."""
+def canonical_params(params: PyTree, like: PyTree | None = None) -> PyTree:
+    """Environment parameters as strong float32, int32 or bool arrays: the only traced form.
+
+    Args:
+      params: numbers, or arrays with further leading axes.
+      like: an environment's own parameters, whose types they get, so that ``reward=2`` compiles nothing where the default
+        is ``1.0``.
+
+    Raises:
+      ValueError: a fraction where ``like`` has a whole number or a switch.
+    """
     import jax
 
-    def one(x):
-        x = jnp.asarray(x)
-        kind = jnp.result_type(x)
-        if jnp.issubdtype(kind, jnp.floating):
-            return x.astype(jnp.float32)
-        return x.astype(bool) if jnp.issubdtype(kind, jnp.bool_) else x.astype(jnp.int32)
+    params = jax.tree.map(_canonical, params)
+    return params if like is None else jax.tree.map(_retype, params, jax.tree.map(_canonical, like))
 
-    return jax.tree.map(one, params)
+
+def _canonical(x: ArrayLike) -> Array:
+    array = jnp.asarray(x)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return array.astype(jnp.float32)
+    return array.astype(bool if jnp.issubdtype(array.dtype, jnp.bool_) else jnp.int32)
+
+
+def _retype(x: Array, like: Array) -> Array:
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != like.dtype:
+        raise ValueError(f"an environment parameter must be {like.dtype}, as its default {like}, got {x.dtype}: {x}")
+    return x.astype(like.dtype)

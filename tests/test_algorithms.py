@@ -1,0 +1,148 @@
+"""Presets: what exists, what is refused before anything compiles, which numbers they read."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import trajectory
+from tiny import CODEC, POLICY
+
+from agentrl_jax import (
+    Hyper,
+    TrainConfig,
+    UpdateConfig,
+    algorithms,
+    envs,
+    make_hyper,
+    make_init,
+    make_step,
+    scoring,
+    train,
+)
+
+ENV = envs.make("probe_observation")
+NAMES = ("behavior_cloning", "grpo", "online_dpo", "ppo", "reinforce", "rloo")
+
+
+def test_names_list_what_make_knows():
+    assert algorithms.names() == NAMES
+    for name in NAMES:
+        algorithm = algorithms.make(name)
+        assert algorithm.name == name and set(algorithm.views) == {"policy"}
+        assert inspect.getdoc(algorithms.PRESETS[name])
+
+
+def test_unknown_names_list_what_exists():
+    with pytest.raises(ValueError, match=r"unknown algorithm 'gpro'; known: behavior_cloning, grpo, .*rloo"):
+        algorithms.make("gpro")
+    with pytest.raises(ValueError, match=r"grpo has no option \['clip'\]; it has: eps_low, eps_high, kl_coef"):
+        algorithms.make("grpo", clip=0.1)
+
+
+def test_options_become_traced_numbers():
+    assert algorithms.make("grpo", eps_high=0.28).hyper["eps_high"] == 0.28
+    hyper = make_hyper(
+        algorithms.make("ppo"), ENV, lambda_=0.5, learning_rate=1, env_params=ENV.params._replace(reward=2)
+    )
+    assert all(isinstance(x, jax.Array) and not x.weak_type for x in jax.tree.leaves(hyper))
+    assert hyper.algorithm["lambda_"] == 0.5 and hyper.algorithm["discount"] == 1 and hyper.learning_rate == 1
+    assert hyper.env_params.reward == 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
+def test_a_penalty_is_there_with_its_reference_or_not_at_all(name):
+    """A coefficient that nothing reads would be ignored in silence."""
+    plain, held = algorithms.make(name), algorithms.make(name, kl_coef=0.1)
+    assert "reference" not in plain.needs and "reference" in held.needs and held.hyper["kl_coef"] == 0.1
+    with pytest.raises(ValueError, match=rf"unknown hyper-parameters \['kl_coef'\]; {name} has: "):
+        make_hyper(plain, ENV, kl_coef=0.1)
+    init = make_init(POLICY, CODEC, ENV, held, TrainConfig(4, 2, max_tokens=8))
+    state = init(jax.random.key(0))
+    assert set(state.params) == {"policy", "reference"} and set(state.opt_state.mu) == {"policy"}
+
+
+def test_unknown_numbers_name_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown hyper-parameters \['learning_rte'\]; grpo has: .*learning_rate"):
+        make_hyper(algorithms.make("grpo"), ENV, learning_rte=1.0)
+
+
+@pytest.mark.parametrize(
+    "number, message",
+    [
+        ({"discount": 1.1}, r"discount must be in \[0, 1\], got 1.1"),
+        ({"lambda_": -0.1}, r"lambda_ must be in \[0, 1\], got -0.1"),
+        ({"learning_rate": -1.0}, "learning_rate must not be negative, got -1.0"),
+        ({"temperature": -1}, "temperature must not be negative, got -1"),
+        ({"eps_low": -0.2}, "eps_low must not be negative, got -0.2"),
+        ({"value_coef": float("nan")}, "value_coef must not be negative, got nan"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, got 0.0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(number, message):
+    with pytest.raises(ValueError, match=message):
+        make_hyper(algorithms.make("ppo"), ENV, **number)
+
+
+def config(**fields):
+    structure = UpdateConfig(**{k: fields.pop(k) for k in tuple(fields) if k in UpdateConfig._fields})
+    return TrainConfig(**({"episodes": 8, "group_size": 4, "max_tokens": 8, "update": structure} | fields))
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("grpo", {"episodes": 9}, r"episodes \(9\) must be a multiple of group_size \(4\)"),
+        ("grpo", {"episodes": 0}, r"episodes \(0\) must be a multiple"),
+        ("grpo", {"slots": 9}, r"slots must be in \[1, episodes = 8\], got 9"),
+        ("grpo", {"slots": 0}, r"slots must be in \[1, episodes = 8\], got 0"),
+        ("grpo", {"group_size": 1}, "grpo compares members of a group: group_size must be at least 2, got 1"),
+        ("rloo", {"group_size": 1}, "rloo compares members of a group"),
+        ("online_dpo", {"group_size": 1}, "online_dpo compares members of a group"),
+        ("reinforce", {"epochs": 0}, "epochs must be at least 1, got 0"),
+        ("reinforce", {"minibatches": 3}, "8 units do not split into 3 minibatches of 1 micro-batches"),
+        ("reinforce", {"microbatches": 0}, "microbatches must be at least 1, got 0"),
+        ("online_dpo", {"minibatches": 4}, "2 units do not split into 4 minibatches"),
+        ("reinforce", {"schedule": "step"}, "schedule must be constant, linear or cosine, got 'step'"),
+        ("reinforce", {"optimizer": "lion"}, "optimizer must be adam or sgd, got 'lion'"),
+    ],
+)
+def test_structure_that_cannot_work_is_refused_before_anything_compiles(name, change, message):
+    for make in (make_init, make_step):
+        with pytest.raises(ValueError, match=message):
+            make(POLICY, CODEC, ENV, algorithms.make(name), config(**change))
+
+
+def test_a_missing_critic_or_expert_is_refused():
+    with pytest.raises(ValueError, match="ppo needs a critic: build the policy with a value head"):
+        make_step(POLICY._replace(has_value=False), CODEC, ENV, algorithms.make("ppo"), config())
+    with pytest.raises(ValueError, match=r"behavior_cloning needs env.expert, and probe_observation has none"):
+        make_step(POLICY, CODEC, ENV._replace(expert=None), algorithms.make("behavior_cloning"), config())
+    train.check(POLICY, CODEC, ENV, algorithms.make("ppo"), config())
+
+
+def test_unknown_modes_and_missing_norms_are_refused():
+    b = scoring.as_batch(trajectory([[0, 1]]))
+    with pytest.raises(ValueError, match="Unknown aggregation mode 'mean'"):
+        algorithms.make("grpo", aggregation="mean").weigh(b, {}, 1)
+    with pytest.raises(ValueError, match="needs norm="):
+        algorithms.make("grpo", aggregation="seq-mean-token-sum-norm").weigh(b, {}, 1)
+
+
+def test_the_caller_keeps_his_arrays():
+    """The state may be donated: nothing in it is the caller's own array."""
+    algorithm = algorithms.make("grpo", kl_coef=0.1)
+    hyper, p = make_hyper(algorithm, ENV), {"w": jnp.ones(2)}
+    state = make_init(POLICY, CODEC, ENV, algorithm, config())(jax.random.key(0), hyper, p)
+    own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves((hyper, p))}
+    held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, state.hyper))]
+    assert not own & set(held) and len(set(held)) == len(held)
+    jax.tree.map(np.testing.assert_array_equal, (state.params["policy"], state.params["reference"]), (p, p))
+
+
+def test_presets_keep_no_state_but_their_memory():
+    memories = {name: algorithms.make(name).init(jax.random.key(0)) for name in NAMES}
+    assert [name for name, memory in memories.items() if jax.tree.leaves(memory)] == ["reinforce"]
+    assert algorithms.make("reinforce", baseline="none").init(jax.random.key(0)) == ()
+    assert Hyper().algorithm == {}

@@ -1,0 +1,59 @@
+"""Evaluation: a greedy column and sampled ones, over problems that share their tasks."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from rollout_oracle import Talk, talk
+from tiny import CODEC, POLICY, biased, jit
+
+from agentrl_jax import make_evaluate
+from agentrl_jax.envs import canonical_params
+
+P, K = 5, 3
+
+
+@functools.cache
+def evaluate():
+    return jit(make_evaluate(POLICY, CODEC, talk(), problems=P, samples=K, max_tokens=40, slots=6, segments=2))
+
+
+def run(seed=0, temperature=1.0, **env_params):
+    p = biased(b"abc", 2.0, 5.0)
+    out = evaluate()(p, jax.random.key(seed), canonical_params(Talk(**env_params)), temperature)
+    return jax.tree.map(np.asarray, out)
+
+
+def test_columns():
+    out = run()
+    traj = out.trajectory
+    assert out.success.shape == out.reward.shape == out.turns.shape == (P, 1 + K)
+    heat = traj.temperature.reshape(P, 1 + K, 2)
+    assert np.all(heat[:, 0] == 0) and np.all(heat[:, 1:] == 1)
+    task, prompt = traj.task.reshape(P, -1), traj.tokens.reshape(P, 1 + K, 2, -1)[:, :, 0, :7]
+    assert np.all(task == task[:, :1]) and len(set(task[:, 0].tolist())) == P
+    assert np.all(prompt == prompt[:, :1])
+    np.testing.assert_allclose(out.reward, traj.reward.reshape(P, 1 + K, -1).sum(-1), atol=1e-5)
+    np.testing.assert_array_equal(out.written, traj.mask.reshape(P, 1 + K, -1).sum(-1))
+    np.testing.assert_array_equal(out.length, traj.length.reshape(P, 1 + K, -1).sum(-1))
+    np.testing.assert_array_equal(out.turns, traj.steps["played"].reshape(P, 1 + K, -1).sum(-1))
+    assert set(out.info) == {"success", "heard", "size", "thinking"}
+    assert np.all((out.success >= 0) & (out.success <= 1)) and out.success.any() and not out.success.all()
+    np.testing.assert_array_equal(out.success, traj.terminated.reshape(P, 1 + K, -1).any(-1))
+
+
+def test_greedy_tries_do_not_depend_on_the_temperature_and_sampled_ones_do():
+    cold, hot = run(temperature=0.5), run(temperature=1.5)
+    first = lambda out: out.trajectory.tokens.reshape(P, 1 + K, 2, -1)  # noqa: E731
+    np.testing.assert_array_equal(first(cold)[:, 0], first(hot)[:, 0])
+    assert not np.array_equal(first(cold)[:, 1:], first(hot)[:, 1:])
+    frozen = first(run(temperature=0.0, prompt=3, end=0.0, cut=0.0, restart=0.0, reply=0))
+    before_the_environment_speaks = frozen[..., 0, :8]
+    assert np.all(before_the_environment_speaks == before_the_environment_speaks[:, :1])
+
+
+def test_what_makes_no_evaluation_is_refused():
+    for problems, samples in ((0, 1), (1, -1)):
+        with pytest.raises(ValueError, match=f"got {problems} and {samples}"):
+            make_evaluate(POLICY, CODEC, talk(), problems=problems, samples=samples, max_tokens=8)
