@@ -129,7 +129,19 @@ def assign_tasks(key: Array, start: Start, episode_ids: Array, group_size: int) 
     return draw(group).astype(jnp.int32), group.astype(jnp.int32)
 
 
-def prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record) -> Game:
+def prepare(
+    policy: Policy | None,
+    codec: Codec,
+    env: Environment,
+    params: PyTree,
+    key: Array,
+    sizes: Sizes,
+    start: Start,
+    env_params: PyTree | None,
+    temperature: Array | float,
+    episode_ids: Array | None,
+    record: Callable[[PyTree], PyTree] | None,
+) -> Game:
     """Fills in ``start`` and resets every episode; group mates share a reset when their parameters do."""
     n, per_episode = sizes.episodes, start.params is not None
     ids = jnp.arange(n, dtype=jnp.int32) if episode_ids is None else jnp.asarray(episode_ids, jnp.int32)
