@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import reporting
 import settings as settings_lib
 import train as training
@@ -21,6 +22,7 @@ from absl import app, flags, logging
 from settings import Settings, Setup
 
 from agentrl_jax import checkpoint
+from agentrl_jax.envs.base import canonical_params
 from agentrl_jax.evaluate import Evaluation
 from agentrl_jax.files import write_atomic
 from agentrl_jax.manifest import CheckpointError
@@ -127,8 +129,8 @@ def play(chosen: Chosen, values: flags.FlagValues) -> Evaluation:
     """The evaluation, on the host."""
     filters = {k: v for k, v in (("top_k", values.top_k), ("top_p", values.top_p)) if v}
     program = jax.jit(training.evaluator(chosen.setup, **filters))
-    key, temperature = jax.random.key(values.seed), chosen.setup.settings.temperature
-    return jax.device_get(program(chosen.params, key, chosen.setup.env.params, temperature))
+    key, temperature = jax.random.key(values.seed), np.float32(chosen.setup.settings.temperature)
+    return jax.device_get(program(chosen.params, key, canonical_params(chosen.setup.env.params), temperature))
 
 
 def run(values: flags.FlagValues) -> int:

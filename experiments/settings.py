@@ -363,8 +363,9 @@ def make_model(settings: Settings, codec: Codec, algorithm: Algorithm) -> Transf
     """
     value_head = {"auto": "critic" in algorithm.needs, "yes": True, "no": False}[settings.value_head]
     return TransformerConfig(
-        codec.vocab_size, layers=settings.layers, width=settings.width, heads=settings.heads, kv_heads=settings.kv_heads,
-        mlp_width=settings.mlp_width, tied=settings.tied, value_head=value_head, dtype=settings.dtype,
+        codec.vocab_size, layers=settings.layers, width=settings.width, heads=settings.heads,
+        kv_heads=settings.kv_heads, mlp_width=settings.mlp_width, tied=settings.tied, value_head=value_head,
+        dtype=settings.dtype,
     )  # fmt: skip
 
 

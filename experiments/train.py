@@ -136,21 +136,20 @@ def _config(setup: Setup) -> dict[str, Any]:
 class Programs:
     """The compiled programs, made in the background in the order they are needed: XLA leaves cores idle."""
 
-    def __init__(self, setup: Setup, wanted: Sequence[Phase], key: jax.Array) -> None:
-        """Begins to compile what ``wanted`` phases need."""
+    def __init__(self, setup: Setup, ahead: Sequence[Phase], begun: str, key: jax.Array) -> None:
+        """Begins to compile what the phases ahead need; the one that has begun needs no init."""
         self._pool = ThreadPoolExecutor(2)
         self._programs: dict[str, Future[Any]] = {}
-        for i, phase in enumerate(wanted):
-            state = setup.abstract(phase)
-            self._add(
-                f"{phase.name} init", setup.init(phase), key, setup.hyper(phase), state.params["policy"] if i else None
-            )
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        for phase in ahead:
+            state, hyper = setup.abstract(phase), setup.hyper(phase)
+            params = state.params["policy"]
+            if phase.name != begun:
+                before = None if phase is setup.phases[0] else params
+                self._add(f"{phase.name} init", setup.init(phase), key, hyper, before)
             self._add(phase.name, _many(setup, phase), state, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
-            if i == 0:
-                number = jax.ShapeDtypeStruct((), jnp.float32)
-                self._add(
-                    "evaluate", evaluator(setup), state.params["policy"], key, setup.hyper(phase).env_params, number
-                )
+            if phase is ahead[0]:
+                self._add("evaluate", evaluator(setup), params, key, hyper.env_params, number)
 
     def _add(self, name: str, function: Callable, *arguments: Any, **options: Any) -> None:
         compile_ = lambda: jax.jit(function, **options).lower(*arguments).compile()  # noqa: E731
@@ -234,7 +233,6 @@ class Trainer:
             directory, resume_step=self.step + 1 if self.phase else 0, tensorboard=setup.settings.tensorboard
         )
         reporting.trim_transcripts(directory / TRANSCRIPTS, self.step if self.phase else -1)
-        self.wanted = [p for p in setup.phases if p.last > self.step or p.name == self.phase]
         self.programs: Programs | None = None
         self.last_evaluation: Evaluation | None = None
         self._waited = self._clock = 0.0
@@ -242,8 +240,8 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains to the end; False when a signal stopped it."""
-        ahead = [phase for phase in self.wanted if phase.last > self.step]
-        self.programs = Programs(self.setup, ahead, self.keys[SUPERVISED]) if ahead else None
+        ahead = [phase for phase in self.setup.phases if phase.last > self.step]
+        self.programs = Programs(self.setup, ahead, self.phase, self.keys[SUPERVISED]) if ahead else None
         for phase in ahead:
             if phase.name != self.phase:
                 self._begin(phase)
@@ -479,7 +477,8 @@ def train_run(given: dict[str, Any]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     where = f" goes on after step {trainer.step} of {setup.total}" if again else f": {setup.total} steps"
-    _say("\n".join([*setup.notes, f"run {directory}{where}; compiling in the background ..."]))
+    ahead = "; compiling in the background ..." if trainer.step < setup.total else ""
+    _say("\n".join([*setup.notes, f"run {directory}{where}{ahead}"]))
     try:
         done = trainer.run()
     finally:
