@@ -332,16 +332,26 @@ def make_algorithm(settings: Settings) -> Algorithm:
     Raises:
       ValueError: an unknown preset, option or number, listing what there is.
     """
-    options = pairs("option", settings.option)
-    own = set(algorithms.make(settings.algorithm).hyper)
+    options, own = pairs("option", settings.option), _own_numbers(settings.algorithm)
     wrong = sorted(own & set(options))
     if wrong:
         raise ValueError(f"{wrong[0]} is a number: give it with --hyper={wrong[0]}=...")
     numbers = {k: v for k, v in _numbers(settings).items() if k in own}
     try:
-        return algorithms.make(settings.algorithm, **options, **numbers)
+        algorithm = algorithms.make(settings.algorithm, **options, **numbers)
     except TypeError as error:
         raise ValueError(f"--option of {settings.algorithm}: {error}") from error
+    unused = [k for k, v in numbers.items() if k not in algorithm.hyper and v < 0]
+    if unused:
+        raise ValueError(f"{unused[0]} must not be negative, got {numbers[unused[0]]}")
+    return algorithm
+
+
+def _own_numbers(name: str) -> set[str]:
+    """Keywords of a preset that are numbers: some of them, as a coefficient that is 0, leave no trace in ``hyper``."""
+    algorithms.make(name)  # An unknown name is refused there.
+    keywords = inspect.signature(algorithms.PRESETS[name]).parameters.values()
+    return {keyword.name for keyword in keywords if isinstance(keyword.default, float)}
 
 
 def _numbers(settings: Settings) -> dict[str, float]:
@@ -428,7 +438,8 @@ def _phases(settings: Settings, algorithm: Algorithm, max_tokens: int, env: Envi
             settings.epochs, settings.minibatches, settings.microbatches, widths, settings.schedule, settings.optimizer
         )
         config = TrainConfig(settings.episodes, settings.group_size, slots, update=structure, **sizes)
-        numbers = _numbers(settings) | {
+        left_out = _own_numbers(settings.algorithm) - set(algorithm.hyper)
+        numbers = {k: v for k, v in _numbers(settings).items() if k not in left_out} | {
             "learning_rate": settings.learning_rate, "warmup": settings.warmup, "temperature": settings.temperature,
             "decay": settings.steps * settings.epochs * settings.minibatches, "env_params": env.params,
         }  # fmt: skip

@@ -5,8 +5,8 @@
     python experiments/train.py --name=NAME --resume
 
 Everything of a run is under runs/NAME: config.json, metrics.jsonl, tensorboard/, checkpoints/, transcripts.txt,
-learning_curve.png and summary.json. A run that was stopped, or killed, goes on with --resume as if nothing had
-happened.
+learning_curve.png, cold_start.png and summary.json. A run that was stopped, or killed, goes on with --resume as if
+nothing had happened.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ _LEARNER = {"loss": "supervised_loss"} | {
     name: name
     for name in ("entropy", "grad_norm", "learning_rate", "clipped_updates", "skipped_updates", "loss_tokens", "tokens")
 }
-TRANSCRIPTS = "transcripts.txt"
+TRANSCRIPTS, CURVE, COLD_START = "transcripts.txt", "learning_curve.png", "cold_start.png"
 _SILENT = ("logp", "kl_old", "max_logp_gap", "cut_actions", "thinking", "split_miss")
+_COLD_START = (
+    plotting.Panel("Loss", "nats per token of the teacher", (("supervised_loss", "loss"),)),
+    plotting.Panel("Exploration", "nats per token", (("entropy", "entropy"),)),
+)
 _PANELS = (
     plotting.Panel(
         "Success",
@@ -57,7 +61,6 @@ _PANELS = (
     ),
     plotting.Panel("Reward", "per episode", (("reward", "training"), ("eval_reward", "held-out, greedy"))),
     *plotting.PANELS[1:],
-    plotting.Panel("Loss", "supervised", (("supervised_loss", "loss"),)),
 )
 
 
@@ -417,23 +420,26 @@ def _say(text: str) -> None:
 
 
 def summarize(setup: Setup, directory: Path, started: float) -> str:
-    """Writes the learning curve and ``summary.json``; returns one screen of text."""
+    """Draws the curves, writes ``summary.json``, and returns one screen of text."""
     rows = read_metrics(directory)
     what = f"{settings_lib.env_name(setup.settings)}, {setup.phases[-1].algorithm.name}"
-    plotting.learning_curve(
-        directory / "learning_curve.png",
-        rows,
-        panels=_PANELS,
-        title=what,
-    )
+    _draw(setup, directory, rows, what)
     evaluations = _evaluations(setup, rows)
     seconds = _seconds(rows) | {"this session": time.monotonic() - started}
     summary = {"step": rows[-1]["step"], "seconds": seconds, "seed": setup.settings.seed, "evaluations": evaluations}
     write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     used = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
-    lines = [f"\n{what}, seed {setup.settings.seed}; held-out tasks, 95 % intervals"]
-    lines += [reporting.table(evaluations)] if evaluations else []
+    lines = [f"\n{what}, seed {setup.settings.seed}; held-out tasks, 95 % intervals", reporting.table(evaluations)]
     return "\n".join([*lines, f"time: {used}", *_files(directory)])
+
+
+def _draw(setup: Setup, directory: Path, rows: list[dict[str, Any]], what: str) -> None:
+    """A figure a phase: the cold start has many more steps than RL, and would leave it no room."""
+    for phase in setup.phases:
+        # RL begins where the evaluation before it stands.
+        own = [row for row in rows if phase.first + (phase.name == SUPERVISED) <= row["step"] <= phase.last]
+        name, panels = (COLD_START, _COLD_START) if phase.name == SUPERVISED else (CURVE, _PANELS)
+        plotting.learning_curve(directory / name, own, panels=panels, title=what if name == CURVE else "cold start")
 
 
 def _evaluations(setup: Setup, rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -458,7 +464,7 @@ def _seconds(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _files(directory: Path) -> list[str]:
-    names = ("learning_curve.png", "transcripts.txt", "metrics.jsonl", "config.json", "checkpoints/", "tensorboard/")
+    names = (CURVE, COLD_START, TRANSCRIPTS, "metrics.jsonl", "config.json", "checkpoints/", "tensorboard/")
     there = [name for name in names if (directory / name).exists()]
     return [
         f"files: {directory}/ with {', '.join(there)}",

@@ -13,6 +13,7 @@ from absl import flags
 from matplotlib.image import imread
 
 from agentrl_jax import checkpoint
+from agentrl_jax.envs import registry
 from agentrl_jax.evaluate import Evaluation
 from agentrl_jax.logging import read_config, read_metrics
 
@@ -60,7 +61,7 @@ def parsed(*arguments):
 
 def test_all_files_are_there(run):
     directory, _, _ = run
-    files = {"config.json", "metrics.jsonl", "transcripts.txt", "learning_curve.png", "summary.json"}
+    files = {"config.json", "metrics.jsonl", "transcripts.txt", "learning_curve.png", "cold_start.png", "summary.json"}
     assert files | {"checkpoints", "tensorboard"} == {path.name for path in directory.iterdir()}
     assert imread(directory / "learning_curve.png").shape[2] == 4
     assert list((directory / "tensorboard").iterdir())
@@ -198,7 +199,7 @@ def test_an_evaluation_may_play_another_environment(run):
         (["--temperature=0"], "temperature must be above 0"),
         (["--steps=0", "--supervised_steps=0"], "nothing to train"),
         (["--algorithm=ppo", "--value_head=no"], "ppo needs a critic"),
-        (["--env=probe_delayed", "--held_out=0"], "no scripted teacher: use --supervised_steps=0"),
+        (["--hyper=kl_coef=-1"], "kl_coef must not be negative"),
         (["--env=probe_delayed", "--supervised_steps=0"], "--held_out=0"),
         (["--env=tasks"], "--tasks=FILE"),
         (["--env=guess", f"--tasks={WORDS}"], "--env=guess"),
@@ -270,7 +271,18 @@ def test_algorithms_get_what_they_need():
     assert ppo.policy.has_value and ppo.phases[1].algorithm.hyper["lambda_"] == 0.8
     assert ppo.phases[1].algorithm.hyper["discount"] == 0.9
     kept = settings_lib.build(settings_lib.Settings(kl_coef=0.01, option=("scale=none",)))
+    free = settings_lib.build(settings_lib.Settings(kl_coef=0.0))
+    assert "reference" not in free.phases[1].algorithm.needs
     assert "reference" in kept.phases[1].algorithm.needs and not kept.policy.has_value
+
+
+def test_a_cold_start_needs_a_teacher(monkeypatch):
+    alone = registry.make("probe_delayed")._replace(expert=None)
+    monkeypatch.setitem(registry._registered, "alone", lambda: alone)
+    with pytest.raises(ValueError, match="no scripted teacher: use --supervised_steps=0"):
+        settings_lib.build(settings_lib.Settings(env="alone", held_out=0.0))
+    without = settings_lib.build(settings_lib.Settings(env="alone", held_out=0.0, supervised_steps=0))
+    assert [phase.name for phase in without.phases] == ["rl"]
 
 
 def test_every_setting_has_help_and_a_fitting_default():
