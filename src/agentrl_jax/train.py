@@ -221,7 +221,9 @@ def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState
             jax.random.fold_in(key, call), episodes=config.episodes, slots=config.slots or config.episodes,
             max_tokens=config.max_tokens, group_size=config.group_size, env_params=state.hyper.env_params,
             temperature=state.hyper.temperature, start=start, segments=config.segments, version=state.step,
-            chunk=config.chunk, feed_rows=config.feed_rows, env_rows=config.env_rows,
+            chunk=config.chunk, feed_rows=config.feed_rows,
+            # A rollout of the expert's alone only steps environments: the more at once the better.
+            env_rows=config.slots or config.episodes if expert else config.env_rows,
         )  # fmt: skip
 
     def score(view: scoring.View, batch: Batch) -> Any:
