@@ -56,12 +56,14 @@ def test_every_algorithm_learns_to_read_its_observation(name):
 
 def first_values(state, env_name, count=8, tokens=40):
     """Values before the first written token of some episodes."""
-    env = envs.make(env_name)
-    traj = rollout(
-        POLICY, CODEC, env, state.params["policy"], jax.random.key(9), episodes=count, slots=count, max_tokens=tokens
-    )
-    score = scoring.score(POLICY, state.params["policy"], scoring.View(), scoring.as_batch(traj))
-    return np.asarray(score.value)[np.arange(count), np.asarray(traj.mask).argmax(1)]
+    env, sizes = envs.make(env_name), {"episodes": count, "slots": count, "max_tokens": tokens}
+
+    def values(p, key):
+        traj = rollout(POLICY, CODEC, env, p, key, **sizes)
+        return scoring.score(POLICY, p, scoring.View(), scoring.as_batch(traj)).value, traj.mask
+
+    value, mask = (np.asarray(x) for x in jit(values)(state.params["policy"], jax.random.key(9)))
+    return value[np.arange(count), mask.argmax(1)]
 
 
 def test_a_truncated_episode_is_bootstrapped():
@@ -78,7 +80,7 @@ def test_a_truncated_episode_is_bootstrapped():
     np.testing.assert_allclose(values, right, atol=0.25)
 
 
-@pytest.mark.parametrize("env_name", ["probe_delayed", "probe_transition"])
+@pytest.mark.parametrize("env_name", ["probe_delayed", pytest.param("probe_transition", marks=pytest.mark.slow)])
 def test_ppo_finds_what_pays_later_and_knows_its_worth(env_name):
     config = TrainConfig(64, 1, slots=64, max_tokens=36, update=UpdateConfig(epochs=2, minibatches=2))
     state, history = learn("ppo", env_name, 80, config, params=DIGITS(end=5.0), learning_rate=0.01, value_eps=1e9)

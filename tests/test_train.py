@@ -100,7 +100,7 @@ def test_a_whole_number_for_a_fraction_is_a_fraction_and_the_reverse_is_refused(
     assert hyper(env_params=ENV.params._replace(reward=2)).env_params.reward.dtype == jnp.float32
     guess = envs.make("guess")
     with pytest.raises(
-        ValueError, match="an environment parameter must be int32, as its default 100, got float32: 50.5"
+        ValueError, match=r"an environment parameter must be int32, as its default 100, got float32: 50.5"
     ):
         make_hyper(algorithm(), guess, env_params=guess.params._replace(high=50.5))
 

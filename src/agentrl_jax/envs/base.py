@@ -90,8 +90,8 @@ def canonical_params(params: PyTree, like: PyTree | None = None) -> PyTree:
 
     Args:
       params: numbers, or arrays with further leading axes.
-      like: an environment's own parameters, whose types they get, so that ``reward=2`` compiles nothing where the default
-        is ``1.0``.
+      like: an environment's own parameters, whose types they get, so that ``reward=2`` compiles nothing where the
+        default is ``1.0``.
 
     Raises:
       ValueError: a fraction where ``like`` has a whole number or a switch.
