@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import building
 import jax
 import numpy as np
+import programs
 import reporting
 import settings as settings_lib
 import train as training
 from absl import app, flags, logging
-from settings import Settings, Setup
+from building import Setup
+from settings import Settings
 
 from agentrl_jax import checkpoint
 from agentrl_jax.envs.base import canonical_params
@@ -76,7 +79,7 @@ def choose(values: flags.FlagValues) -> Chosen:
     step = _step(folder, values.step)
     notes = checkpoint.read_metadata(folder, step)
     try:
-        trained = settings_lib.build(Settings(**notes["config"]["settings"]))
+        trained = building.build(Settings(**notes["config"]["settings"]))
         phase = next(phase for phase in trained.phases if phase.name == notes["phase"])
     except (KeyError, TypeError, StopIteration) as error:
         raise CheckpointError(
@@ -100,7 +103,7 @@ def _step(folder: Path, wanted: str) -> int:
 def _setup(values: flags.FlagValues, trained: Setup) -> Setup:
     """The run's setup with another environment, sizes and temperature."""
     old = trained.settings
-    same = not values.tasks and values.env in ("", settings_lib.env_name(old))
+    same = not values.tasks and values.env in ("", building.env_name(old))
     env = {"env": values.env or old.env, "tasks": values.tasks or (old.tasks if same else "")}
     if values.tasks and not values.env:
         env["env"] = "tasks"
@@ -111,9 +114,9 @@ def _setup(values: flags.FlagValues, trained: Setup) -> Setup:
         max_tokens=values.max_tokens or (trained.max_tokens if same else 0),
         temperature=old.temperature if values.temperature is None else values.temperature,
     )  # fmt: skip
-    whole, notes = settings_lib.make_environment(changed)
-    train_side, test_side = settings_lib.split(whole, 0.0 if values.split == "all" else old.held_out)
-    max_tokens, more = settings_lib.choose_max_tokens(changed, whole, trained.codec)
+    whole, notes = building.make_environment(changed)
+    train_side, test_side = building.split(whole, 0.0 if values.split == "all" else old.held_out)
+    max_tokens, more = building.choose_max_tokens(changed, whole, trained.codec)
     test = train_side if values.split == "train" else test_side
     return trained._replace(
         settings=changed, env=whole, test=test, max_tokens=max_tokens, notes=(*notes, *more)
@@ -128,7 +131,7 @@ def _on_top(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
 def play(chosen: Chosen, values: flags.FlagValues) -> Evaluation:
     """The evaluation, on the host."""
     filters = {k: v for k, v in (("top_k", values.top_k), ("top_p", values.top_p)) if v}
-    program = jax.jit(training.evaluator(chosen.setup, **filters))
+    program = jax.jit(programs.evaluator(chosen.setup, **filters))
     key, temperature = jax.random.key(values.seed), np.float32(chosen.setup.settings.temperature)
     return jax.device_get(program(chosen.params, key, canonical_params(chosen.setup.env.params), temperature))
 
@@ -142,7 +145,7 @@ def run(values: flags.FlagValues) -> int:
         return 2
     for note in chosen.setup.notes:
         print(note)
-    training.use_cache(values.compile_cache)
+    programs.use_cache(values.compile_cache)
     found = play(chosen, values)
     numbers = reporting.outcome(found)
     style = "ansi" if sys.stdout.isatty() else "text"

@@ -12,31 +12,29 @@ nothing had happened.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import building
 import jax
-import jax.numpy as jnp
 import numpy as np
 import reporting
 import settings as settings_lib
 from absl import app, flags, logging
-from settings import RL, SUPERVISED, Phase, Settings, Setup
+from building import RL, SUPERVISED, Phase, Setup
+from programs import Programs, Stop, use_cache
+from settings import Settings
+from summary import TRANSCRIPTS, summarize
 
 import agentrl_jax
-from agentrl_jax import manifest, metrics, plotting, train
+from agentrl_jax import manifest
 from agentrl_jax.checkpoint import Checkpoints, read_metadata
 from agentrl_jax.checkpoint import restore as restore_checkpoint
-from agentrl_jax.evaluate import Evaluation, make_evaluate
-from agentrl_jax.files import write_atomic
-from agentrl_jax.logging import MetricsWriter, Progress, read_config, read_metrics, run_directory, write_config
+from agentrl_jax.evaluate import Evaluation
+from agentrl_jax.logging import MetricsWriter, Progress, read_config, run_directory, write_config
 from agentrl_jax.manifest import CheckpointError
 
 TIMES = ("time", "seconds", "compile_seconds", "eval_seconds", "tokens_per_second")
@@ -46,22 +44,7 @@ _LEARNER = {"loss": "supervised_loss"} | {
     name: name
     for name in ("entropy", "grad_norm", "learning_rate", "clipped_updates", "skipped_updates", "loss_tokens", "tokens")
 }
-TRANSCRIPTS, CURVE, COLD_START = "transcripts.txt", "learning_curve.png", "cold_start.png"
 _SILENT = ("logp", "kl_old", "max_logp_gap", "cut_actions", "thinking", "split_miss")
-_COLD_START = (
-    plotting.Panel("Loss", "nats per token of the teacher", (("supervised_loss", "loss"),)),
-    plotting.Panel("Exploration", "nats per token", (("entropy", "entropy"),)),
-)
-_PANELS = (
-    plotting.Panel(
-        "Success",
-        "share of episodes",
-        (("success", "training tasks"), ("eval_success", "held-out, greedy"), ("eval_pass_1", "held-out, sampled")),
-        (-0.02, 1.02),
-    ),
-    plotting.Panel("Reward", "per episode", (("reward", "training"), ("eval_reward", "held-out, greedy"))),
-    *plotting.PANELS[1:],
-)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -102,7 +85,7 @@ def open_run(given: dict[str, Any]) -> tuple[Setup, Path, bool]:
     settings = Settings(**given)
     if not settings.resume:
         settings = settings if settings.name else dataclasses.replace(settings, name=_free_name(settings))
-        setup = settings_lib.build(settings)
+        setup = building.build(settings)
         directory = run_directory(settings.root, settings.name)
         write_config(directory, _config(setup))
         return setup, directory, False
@@ -112,7 +95,7 @@ def open_run(given: dict[str, Any]) -> tuple[Setup, Path, bool]:
     if not (directory / "config.json").exists():
         return open_run({**given, "resume": False}) if not any(directory.iterdir()) else _no_run(directory)
     stored = read_config(directory)
-    setup = settings_lib.build(settings_lib.merge(stored.get("settings", {}), given))
+    setup = building.build(settings_lib.merge(stored.get("settings", {}), given))
     changed = settings_lib.differences(stored.get("derived"), _config(setup)["derived"])
     if changed:
         raise ValueError(f"the run {settings.name!r} does not fit any more: {changed[0]}")
@@ -124,7 +107,7 @@ def _no_run(directory: Path) -> Any:
 
 
 def _free_name(settings: Settings) -> str:
-    stem = f"{settings_lib.env_name(settings)}-{settings.algorithm}"
+    stem = f"{building.env_name(settings)}-{settings.algorithm}"
     number = 1
     while (Path(settings.root) / f"{stem}-{number}").exists():
         number += 1
@@ -133,90 +116,7 @@ def _free_name(settings: Settings) -> str:
 
 def _config(setup: Setup) -> dict[str, Any]:
     versions = {"agentrl_jax": agentrl_jax.__version__, "jax": jax.__version__, "backend": jax.default_backend()}
-    return {**settings_lib.describe(setup), "versions": versions}
-
-
-class Programs:
-    """The compiled programs, made in the background in the order they are needed: XLA leaves cores idle."""
-
-    def __init__(self, setup: Setup, ahead: Sequence[Phase], begun: str, key: jax.Array) -> None:
-        """Begins to compile what the phases ahead need; the one that has begun needs no init."""
-        self._pool = ThreadPoolExecutor(2)
-        self._programs: dict[str, Future[Any]] = {}
-        number = jax.ShapeDtypeStruct((), jnp.float32)
-        for phase in ahead:
-            state, hyper = setup.abstract(phase), setup.hyper(phase)
-            params = state.params["policy"]
-            if phase.name != begun:
-                before = None if phase is setup.phases[0] else params
-                self._add(f"{phase.name} init", setup.init(phase), key, hyper, before)
-            self._add(phase.name, _many(setup, phase), state, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
-            if phase is ahead[0]:
-                self._add("evaluate", evaluator(setup), params, key, hyper.env_params, number)
-
-    def _add(self, name: str, function: Callable, *arguments: Any, **options: Any) -> None:
-        compile_ = lambda: jax.jit(function, **options).lower(*arguments).compile()  # noqa: E731
-        self._programs[name] = self._pool.submit(compile_)
-
-    def __getitem__(self, name: str) -> Any:
-        """The program, when it is there."""
-        return self._programs[name].result()
-
-    def close(self) -> None:
-        """Drops what has not begun."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _many(setup: Setup, phase: Phase) -> Callable:
-    """``(state, count) -> (state, {name: [calls]})``: up to ``calls`` steps, so a short remainder compiles nothing."""
-    step = train.make_step(setup.policy, setup.codec, setup.env, phase.algorithm, phase.config)
-
-    def one(state: train.TrainState) -> tuple[train.TrainState, dict[str, jax.Array]]:
-        state, found = step(state)
-        return state, metrics.finalize(found)
-
-    def many(state: train.TrainState, count: jax.Array) -> tuple[train.TrainState, dict[str, jax.Array]]:
-        shapes = jax.eval_shape(one, state)[1]
-        rows = jax.tree.map(lambda x: jnp.zeros((phase.calls, *x.shape), x.dtype), shapes)
-
-        def body(i: jax.Array, carry: tuple) -> tuple:
-            state, found = one(carry[0])
-            return state, jax.tree.map(lambda row, x: row.at[i].set(x), carry[1], found)
-
-        return jax.lax.fori_loop(0, count, body, (state, rows))
-
-    return many
-
-
-def evaluator(setup: Setup, **filters: Any) -> Callable[..., Evaluation]:
-    """Evaluation of held-out tasks at the sizes of the settings."""
-    chosen = setup.settings
-    episodes = chosen.eval_problems * (1 + chosen.eval_samples)
-    return make_evaluate(
-        setup.policy, setup.codec, setup.test, problems=chosen.eval_problems, samples=chosen.eval_samples,
-        max_tokens=setup.max_tokens, slots=min(chosen.slots or chosen.episodes, episodes), segments=chosen.segments,
-        **filters,
-    )  # fmt: skip
-
-
-class Stop:
-    """Notes SIGTERM and Ctrl-C: the run stops between two steps, with a checkpoint; a second one ends it at once."""
-
-    def __init__(self) -> None:
-        """Installs the handlers."""
-        self.signal = 0
-        self._old = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def _note(self, number: int, frame: Any) -> None:
-        del frame
-        self.signal = number
-        os.write(2, b"\nstopping after this step; once more to stop at once, without a checkpoint\n")
-        self.restore()
-
-    def restore(self) -> None:
-        """Puts the former handlers back."""
-        for number, old in self._old.items():
-            signal.signal(number, old)
+    return {**building.describe(setup), "versions": versions}
 
 
 class Trainer:
@@ -419,59 +319,6 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def summarize(setup: Setup, directory: Path, started: float) -> str:
-    """Draws the curves, writes ``summary.json``, and returns one screen of text."""
-    rows = read_metrics(directory)
-    what = f"{settings_lib.env_name(setup.settings)}, {setup.phases[-1].algorithm.name}"
-    _draw(setup, directory, rows, what)
-    evaluations = _evaluations(setup, rows)
-    seconds = _seconds(rows) | {"this session": time.monotonic() - started}
-    summary = {"step": rows[-1]["step"], "seconds": seconds, "seed": setup.settings.seed, "evaluations": evaluations}
-    write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    used = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
-    lines = [f"\n{what}, seed {setup.settings.seed}; held-out tasks, 95 % intervals", reporting.table(evaluations)]
-    return "\n".join([*lines, f"time: {used}", *_files(directory)])
-
-
-def _draw(setup: Setup, directory: Path, rows: list[dict[str, Any]], what: str) -> None:
-    """A figure a phase: the cold start has many more steps than RL, and would leave it no room."""
-    for phase in setup.phases:
-        # RL begins where the evaluation before it stands.
-        own = [row for row in rows if phase.first + (phase.name == SUPERVISED) <= row["step"] <= phase.last]
-        name, panels = (COLD_START, _COLD_START) if phase.name == SUPERVISED else (CURVE, _PANELS)
-        plotting.learning_curve(directory / name, own, panels=panels, title=what if name == CURVE else "cold start")
-
-
-def _evaluations(setup: Setup, rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Outcomes by title: before RL and after it, as far as there are such."""
-    start = setup.phases[-1].first if setup.phases[-1].name == RL else -1
-    found = {}
-    for row in rows:
-        if "eval_success" in row:
-            title = "before RL" if row["step"] <= start else "after RL" if start >= 0 else "at the end"
-            found[title] = {name[5:]: value for name, value in row.items() if name.startswith("eval_")}
-    return found
-
-
-def _seconds(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Wall time by phase, over all sessions; waiting for the compiler apart."""
-    found = {}
-    for row in rows:
-        found[row["phase"]] = found.get(row["phase"], 0.0) + row.get("seconds", 0.0)
-    for title, name in (("evaluation", "eval_seconds"), ("waiting for the compiler", "compile_seconds")):
-        found[title] = sum(row.get(name, 0.0) for row in rows)
-    return found
-
-
-def _files(directory: Path) -> list[str]:
-    names = (CURVE, COLD_START, TRANSCRIPTS, "metrics.jsonl", "config.json", "checkpoints/", "tensorboard/")
-    there = [name for name in names if (directory / name).exists()]
-    return [
-        f"files: {directory}/ with {', '.join(there)}",
-        f"next:  python experiments/evaluate.py --run={directory}   (any checkpoint, any environment)",
-    ]
-
-
 def train_run(given: dict[str, Any]) -> int:
     """Runs what the flags say; the exit status: 0, or 128 + the signal that stopped it."""
     started = time.monotonic()
@@ -497,13 +344,6 @@ def train_run(given: dict[str, Any]) -> int:
         _say("\n" + "\n".join(reporting.episodes(trainer.last_evaluation, setup.codec, 3, style=style)))
     _say(summarize(setup, directory, started))
     return 0
-
-
-def use_cache(folder: str) -> None:
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def parse(argv: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from agentrl_jax.logging import read_config, read_metrics
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 
+import building  # noqa: E402
 import evaluate as evaluating  # noqa: E402
 import reporting  # noqa: E402
 import settings as settings_lib  # noqa: E402
@@ -69,7 +70,7 @@ def test_all_files_are_there(run):
 
 def test_config_builds_the_same_run(run):
     stored = read_config(run[0])
-    rebuilt = settings_lib.describe(settings_lib.build(settings_lib.Settings(**stored["settings"])))
+    rebuilt = building.describe(building.build(settings_lib.Settings(**stored["settings"])))
     assert {name: stored[name] for name in rebuilt} == rebuilt
     assert stored["derived"]["env"]["name"] == "held_out(calculator,train,0.1)"
     assert stored["derived"]["env"]["params"]["teacher_wrong"] == 0.4
@@ -166,7 +167,7 @@ def test_an_evaluation_may_play_another_environment(run):
     values(["evaluate.py", f"--run={run[0]}", f"--tasks={WORDS}", "--split=all", "--temperature=0.5"])
     chosen = evaluating.choose(values)
     assert chosen.setup.test.name == "tasks" and chosen.setup.settings.temperature == 0.5
-    assert chosen.setup.max_tokens == settings_lib.build(settings_lib.Settings(tasks=str(WORDS))).max_tokens
+    assert chosen.setup.max_tokens == building.build(settings_lib.Settings(tasks=str(WORDS))).max_tokens
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_a_bad_tasks_file_names_its_line(lines, message, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=f"bad.jsonl: {message}"):
-        settings_lib.build(settings_lib.Settings(tasks=str(path)))
+        building.build(settings_lib.Settings(tasks=str(path)))
 
 
 @pytest.mark.parametrize("argument", ["--lyers=2", "more", "--tasks=nowhere.jsonl"])
@@ -253,25 +254,25 @@ def test_a_tasks_file_sets_lengths_and_reports_what_it_drops(tmp_path):
     rows = [f'{{"prompt": "{i} + {i}?", "answer": {2 * i}, "expression": "{i}+{i}"}}' for i in range(40)]
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join([*rows, rows[3], '{"prompt": "%s?", "answer": 1}' % ("x" * 300)]))
-    setup = settings_lib.build(settings_lib.Settings(tasks=str(path)))
+    setup = building.build(settings_lib.Settings(tasks=str(path)))
     # start, open, 8 bytes, open, "calc 39+39", end, open, "78", open, "answer 78", end: 36; and 24 to spare.
     assert setup.max_tokens == 64
     assert setup.notes == (f"{path}: 40 of 42 rows kept; 1 duplicate dropped (line 41); 1 over-long dropped (line 42)",)
-    short = settings_lib.build(settings_lib.Settings(tasks=str(path), max_tokens=35))
+    short = building.build(settings_lib.Settings(tasks=str(path), max_tokens=35))
     assert "30 rows need more than max_tokens=35" in short.notes[1] and "line 11, 12" in short.notes[1]
 
 
 def test_the_shipped_word_problems_work_out_of_the_box():
-    setup = settings_lib.build(settings_lib.Settings(tasks=str(WORDS)))
+    setup = building.build(settings_lib.Settings(tasks=str(WORDS)))
     assert setup.env.name == "held_out(tasks,train,0.1)" and len(setup.notes) == 1
 
 
 def test_algorithms_get_what_they_need():
-    ppo = settings_lib.build(settings_lib.Settings(algorithm="ppo", discount=0.9, hyper=("lambda_=0.8",)))
+    ppo = building.build(settings_lib.Settings(algorithm="ppo", discount=0.9, hyper=("lambda_=0.8",)))
     assert ppo.policy.has_value and ppo.phases[1].algorithm.hyper["lambda_"] == 0.8
     assert ppo.phases[1].algorithm.hyper["discount"] == 0.9
-    kept = settings_lib.build(settings_lib.Settings(kl_coef=0.01, option=("scale=none",)))
-    free = settings_lib.build(settings_lib.Settings(kl_coef=0.0))
+    kept = building.build(settings_lib.Settings(kl_coef=0.01, option=("scale=none",)))
+    free = building.build(settings_lib.Settings(kl_coef=0.0))
     assert "reference" not in free.phases[1].algorithm.needs
     assert "reference" in kept.phases[1].algorithm.needs and not kept.policy.has_value
 
@@ -280,8 +281,8 @@ def test_a_cold_start_needs_a_teacher(monkeypatch):
     alone = registry.make("probe_delayed")._replace(expert=None)
     monkeypatch.setitem(registry._registered, "alone", lambda: alone)
     with pytest.raises(ValueError, match="no scripted teacher: use --supervised_steps=0"):
-        settings_lib.build(settings_lib.Settings(env="alone", held_out=0.0))
-    without = settings_lib.build(settings_lib.Settings(env="alone", held_out=0.0, supervised_steps=0))
+        building.build(settings_lib.Settings(env="alone", held_out=0.0))
+    without = building.build(settings_lib.Settings(env="alone", held_out=0.0, supervised_steps=0))
     assert [phase.name for phase in without.phases] == ["rl"]
 
 
