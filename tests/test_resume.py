@@ -174,7 +174,7 @@ def test_without_a_usable_checkpoint_there_is_a_clear_error(place):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("layers", 2), ("learning_rate", 1e-4), ("steps", 99), ("seed", 7), ("hyper", ("weight_decay=1",))],
+    [("layers", 2), ("learning_rate", 0.7), ("steps", 99), ("seed", 7), ("hyper", ("weight_decay=1",))],
 )
 def test_other_settings_are_refused_by_name(place, name, value):
     with pytest.raises(ValueError, match=rf"--{name}=.*was started with"):
