@@ -59,7 +59,7 @@ def _functions(policy: Policy | None, env: Environment):
         return state, canonical(ts, env.spec)
 
     def keys(key, episode, task):
-        task_key, play_key = jax.random.split(key)
+        task_key, play_key = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
         mine = jax.random.fold_in(play_key, episode)
         drawn = jax.random.bits(jax.random.fold_in(task_key, task), dtype=jnp.uint32) >> 1
         return jax.random.fold_in(mine, 0), jax.random.fold_in(mine, 1), drawn

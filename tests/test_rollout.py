@@ -384,6 +384,14 @@ def test_no_key_is_used_twice():
     )  # fmt: skip
 
 
+def test_tasks_and_play_draw_from_one_key_without_using_it_twice():
+    env = envs.make("guess", max_turns=2)
+    key_reuse.check_key_reuse(
+        lambda p, key: rollout(POLICY, CODEC, env, p, key, episodes=4, slots=2, max_tokens=40, group_size=2),
+        params(), jax.random.key(0),
+    )  # fmt: skip
+
+
 # What holds of every stream
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.key_reuse import _core as key_reuse
 from test_rollout import equations
 from tiny import CODEC, POLICY, jit
 
@@ -123,6 +124,11 @@ def test_the_step_moves_nothing_between_host_and_device():
     jaxpr = jax.make_jaxpr(make_step(POLICY, CODEC, ENV, algorithm(), CONFIG))(state).jaxpr
     assert not [e.primitive.name for e in equations(jaxpr) if "callback" in e.primitive.name]
     assert np.isfinite(float(metrics["loss"][0]))
+
+
+def test_no_key_of_a_step_is_used_twice():
+    state = init()(jax.random.key(0), hyper())
+    key_reuse.check_key_reuse(make_step(POLICY, CODEC, ENV, algorithm(), CONFIG), state)
 
 
 def test_a_donated_state_is_gone_and_the_callers_numbers_are_not():

@@ -20,6 +20,9 @@ STEPS = {"reward": "float32", "anchor": "uint32", "cut": "bool", "played": "bool
 TASK_SEED = 20_240_501
 """Root of the task keys: a task id names the same task in every step, run and program."""
 
+# What a rollout's key is folded with. Splitting it in each of the functions that read it would use it more than once.
+_TASKS, _PLAY = 0, 1
+
 
 class Sizes(NamedTuple):
     """Static sizes of a rollout; ``chunk``, ``feed_rows``, ``env_rows`` and ``max_wait`` change time alone.
@@ -124,7 +127,7 @@ def assign_tasks(key: Array, start: Start, episode_ids: Array, group_size: int) 
         group = episode_ids // group_size
     if start.task is not None:
         return start.task.astype(jnp.int32), group.astype(jnp.int32)
-    task_key, _ = jax.random.split(key)
+    task_key = jax.random.fold_in(key, _TASKS)
     draw = jax.vmap(lambda g: jax.random.bits(jax.random.fold_in(task_key, g), dtype=jnp.uint32) >> 1)
     return draw(group).astype(jnp.int32), group.astype(jnp.int32)
 
@@ -145,7 +148,7 @@ def prepare(
     """Fills in ``start`` and resets every episode; group mates share a reset when their parameters do."""
     n, per_episode = sizes.episodes, start.params is not None
     ids = jnp.arange(n, dtype=jnp.int32) if episode_ids is None else jnp.asarray(episode_ids, jnp.int32)
-    _, play_key = jax.random.split(key)
+    play_key = jax.random.fold_in(key, _PLAY)
     # With ids of a larger batch neighbours need not be mates.
     unique = episode_ids is None and start.task is None and start.group is None and not per_episode
     task, group = assign_tasks(key, start, ids, sizes.group_size)
