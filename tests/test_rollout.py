@@ -507,6 +507,7 @@ TEACHER = Start(teacher_turns=jnp.ones(4, jnp.int32))
         ({"episodes": 0}, "episodes must be at least 1, got 0"),
         ({"slots": 0}, "slots must be at least 1, got 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 4}, "max_tokens must be at least 5, an empty prompt and one byte of action, got 4"),
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
         ({"segments": 0}, "segments must be at least 1, got 0"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),

@@ -75,7 +75,20 @@ class Game(NamedTuple):
         return self.codec.max_tokens(self.env.spec.max_action) + 1
 
 
-def check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -> None:
+def check_room(codec: Codec, max_tokens: int) -> None:
+    """Refuses rows that hold no action: start, two openings, a byte and the end marker must fit.
+
+    Raises:
+      ValueError: ``max_tokens`` is smaller.
+    """
+    least = codec.max_tokens(1) + 4
+    if max_tokens < least:
+        raise ValueError(
+            f"max_tokens must be at least {least}, an empty prompt and one byte of action, got {max_tokens}"
+        )
+
+
+def check(policy: Policy | None, codec: Codec, env: Environment, sizes: Sizes, start: Start) -> None:
     """Refuses what ``rollout`` cannot play, before anything is compiled.
 
     Raises:
@@ -85,6 +98,7 @@ def check(policy: Policy | None, env: Environment, sizes: Sizes, start: Start) -
     for name in ("episodes", "slots", "max_tokens", "group_size", "segments", "chunk", "feed_rows", "env_rows"):
         if getattr(sizes, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
+    check_room(codec, sizes.max_tokens)
     if sizes.episodes % sizes.group_size:
         raise ValueError(f"episodes ({sizes.episodes}) must be a multiple of group_size ({sizes.group_size})")
     if sizes.slots > sizes.episodes:

@@ -214,7 +214,7 @@ def _split_rollout(
     top_p: Array | float | None = None,
     **options: Any,
 ) -> Trajectory:
-    start, ids, options = _divide(mesh.size, policy, env, key, **options)
+    start, ids, options = _divide(mesh.size, policy, codec, env, key, **options)
     traced = {"env_params": env_params, "version": version, "top_k": top_k, "top_p": top_p}
 
     def play(params: PyTree, key: Array, start: Start, ids: Array, traced: dict[str, Any]) -> Trajectory:
@@ -234,6 +234,7 @@ def _split_rollout(
 def _divide(
     parts: int,
     policy: Policy | None,
+    codec: Codec,
     env: Environment,
     key: Array,
     *,
@@ -249,7 +250,7 @@ def _divide(
 ) -> tuple[Start, Array, dict[str, Any]]:
     """``(start, episode ids, options of a part)``: all that depends on the whole batch, decided before it is split."""
     start = start or Start()
-    check(policy, env, Sizes(episodes, slots, max_tokens, group_size, segments), start)
+    check(policy, codec, env, Sizes(episodes, slots, max_tokens, group_size, segments), start)
     for name, size in (("episodes", episodes), ("slots", slots)):
         if size % parts:
             raise ValueError(f"{name} ({size}) must be a multiple of the number of devices ({parts})")
@@ -326,7 +327,7 @@ def _pmap_rollout(
     parts: int, policy: Policy | None, codec: Codec, env: Environment, params: PyTree, key: Array,
     *, env_params: PyTree | None = None, version: Array | int = 0, **options: Any,
 ) -> Trajectory:  # fmt: skip
-    start, ids, options = _divide(parts, policy, env, key, **options)
+    start, ids, options = _divide(parts, policy, codec, env, key, **options)
     start, ids = _share(parts, (start, ids))
     traj = rollout(
         policy, codec, env, params, key, start=start, episode_ids=ids, env_params=env_params, version=version, **options

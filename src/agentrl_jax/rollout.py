@@ -141,7 +141,7 @@ def rollout_with_stats(
         min(env_rows, slots), max_wait,
     )  # fmt: skip
     start = Start() if start is None else start
-    check(policy, env, sizes, start)
+    check(policy, codec, env, sizes, start)
     check_numbers(temperature, top_k, top_p)
     game = prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record)
     filters = {"top_k": top_k, "top_p": top_p}
