@@ -12,7 +12,7 @@ from jax.experimental.key_reuse import _core as key_reuse
 from rollout_oracle import Talk, assert_equal, play, talk
 from tiny import CODEC, POLICY, biased, jit, params
 
-from agentrl_jax import TransformerConfig, envs, scoring, transformer_policy
+from agentrl_jax import TransformerConfig, codecs, envs, scoring, transformer_policy
 from agentrl_jax.envs import canonical_params
 from agentrl_jax.rollout import assign_tasks, rollout, rollout_with_stats
 from agentrl_jax.types import Start
@@ -382,6 +382,11 @@ def test_no_key_is_used_twice():
         lambda p, key: rollout(POLICY, CODEC, env, p, key, episodes=N, slots=3, max_tokens=T, start=begin),
         params(), jax.random.key(0),
     )  # fmt: skip
+
+
+def test_a_policy_of_another_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="the policy has 264 logits, and the codec 'byte' has 272 ids"):
+        rollout(POLICY, codecs.byte(272), talk(), params(), jax.random.key(0), episodes=4, slots=2, max_tokens=8)
 
 
 def test_tasks_and_play_draw_from_one_key_without_using_it_twice():

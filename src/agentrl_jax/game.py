@@ -119,6 +119,18 @@ def check(policy: Policy | None, codec: Codec, env: Environment, sizes: Sizes, s
             raise ValueError(f"start.{name} must have shape ({sizes.episodes},), got {jnp.shape(value)}")
 
 
+def check_vocabulary(policy: Policy, codec: Codec, params: PyTree) -> None:
+    """Refuses a policy whose logits are not those of the codec's ids; ``params`` may be abstract, nothing is computed.
+
+    Raises:
+      ValueError: the policy has another number of logits than the codec has ids.
+    """
+    out = jax.eval_shape(policy.forward, params, jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    size = jax.eval_shape(policy.logits, params, out.hidden).shape[-1]
+    if size != codec.vocab_size:
+        raise ValueError(f"the policy has {size} logits, and the codec {codec.name!r} has {codec.vocab_size} ids")
+
+
 def check_numbers(temperature: Array | float, top_k: Array | int | None, top_p: Array | float | None) -> None:
     """Ranges of the numbers that are concrete; a traced one cannot be looked at."""
     if isinstance(temperature, int | float) and not temperature >= 0:
