@@ -178,14 +178,7 @@ def make_algorithm(settings: Settings) -> Algorithm:
     if wrong:
         raise ValueError(f"{wrong[0]} is a number: give it with --hyper={wrong[0]}=...")
     numbers = {k: v for k, v in _numbers(settings).items() if k in own}
-    try:
-        algorithm = algorithms.make(settings.algorithm, **options, **numbers)
-    except TypeError as error:
-        raise ValueError(f"--option of {settings.algorithm}: {error}") from error
-    unused = [k for k, v in numbers.items() if k not in algorithm.hyper and v < 0]
-    if unused:
-        raise ValueError(f"{unused[0]} must not be negative, got {numbers[unused[0]]}")
-    return algorithm
+    return algorithms.make(settings.algorithm, **options, **numbers)
 
 
 def _own_numbers(name: str) -> set[str]:

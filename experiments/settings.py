@@ -15,6 +15,7 @@ import numpy as np
 from agentrl_jax.models.config import DTYPES
 
 SCHEDULES = ("constant", "linear", "cosine")
+_SWITCHES = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def _flag(default: Any, help_: str, **limits: Any) -> Any:
@@ -142,7 +143,7 @@ def check_ranges(settings: Settings) -> None:
 
 
 def pairs(name: str, items: tuple[str, ...]) -> dict[str, Any]:
-    """``("a=1", "b=x")`` as ``{"a": 1, "b": "x"}``: Python literals, and strings where they are none.
+    """``("a=1", "b=x")`` as ``{"a": 1, "b": "x"}``: Python literals, yes, no, true and false, else strings.
 
     Raises:
       ValueError: an item without ``=``, or a name given twice.
@@ -157,7 +158,7 @@ def pairs(name: str, items: tuple[str, ...]) -> dict[str, Any]:
         try:
             found[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            found[key] = text
+            found[key] = _SWITCHES.get(text.lower(), text)
     return found
 
 

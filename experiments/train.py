@@ -334,6 +334,9 @@ def train_run(given: dict[str, Any]) -> int:
     _say("\n".join([*setup.notes, f"run {directory}{where}{ahead}"]))
     try:
         done = trainer.run()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     finally:
         trainer.close()
     if not done:

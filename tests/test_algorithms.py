@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import trajectory
 from tiny import CODEC, POLICY
 
 from agentrl_jax import (
@@ -15,10 +14,12 @@ from agentrl_jax import (
     UpdateConfig,
     algorithms,
     envs,
+    groups,
     make_hyper,
     make_init,
     make_step,
-    scoring,
+    objectives,
+    stages,
     train,
 )
 
@@ -76,7 +77,13 @@ def test_unknown_numbers_name_the_known_ones():
         ({"learning_rate": -1.0}, "learning_rate must not be negative, got -1.0"),
         ({"temperature": -1}, "temperature must not be negative, got -1"),
         ({"eps_low": -0.2}, "eps_low must not be negative, got -0.2"),
-        ({"value_coef": float("nan")}, "value_coef must not be negative, got nan"),
+        ({"value_coef": float("nan")}, "value_coef must be finite, got nan"),
+        ({"entropy_coef": np.inf}, "entropy_coef must be finite, got inf"),
+        ({"learning_rate": np.float32(-1)}, "learning_rate must not be negative, got -1.0"),
+        ({"eps_high": jnp.asarray([0.1, -0.1])}, "eps_high must not be negative"),
+        ({"warmup": True}, "warmup must be a number, got True"),
+        ({"beta_": "x"}, r"unknown hyper-parameters \['beta_'\]"),
+        ({"discount": "x"}, "discount must be a number, got 'x'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, got 0.0"),
     ],
 )
@@ -122,12 +129,45 @@ def test_a_missing_critic_or_expert_is_refused():
     train.check(POLICY, CODEC, ENV, algorithms.make("ppo"), config())
 
 
-def test_unknown_modes_and_missing_norms_are_refused():
-    b = scoring.as_batch(trajectory([[0, 1]]))
-    with pytest.raises(ValueError, match="Unknown aggregation mode 'mean'"):
-        algorithms.make("grpo", aggregation="mean").weigh(b, {}, 1)
-    with pytest.raises(ValueError, match="needs norm="):
-        algorithms.make("grpo", aggregation="seq-mean-token-sum-norm").weigh(b, {}, 1)
+@pytest.mark.parametrize(
+    "name, option, message",
+    [
+        ("grpo", {"aggregation": "mean"}, "Unknown aggregation mode 'mean'"),
+        ("grpo", {"aggregation": "seq-mean-token-sum-norm"}, "needs norm="),
+        ("grpo", {"aggregation": "seq-mean-token-sum-norm", "norm": 0}, "norm must be positive, got 0"),
+        ("grpo", {"norm": "long"}, "norm must be a number, got 'long'"),
+        ("grpo", {"scale": "zzz"}, "Unknown scale 'zzz'. Known: std, none"),
+        ("grpo", {"ddof": -3}, "ddof must be at least 0, got -3"),
+        ("grpo", {"ddof": True}, "grpo: ddof must be of type int, got True"),
+        ("grpo", {"kl": "k9"}, "Unknown kl 'k9'. Known: k1, k2, k3"),
+        ("grpo", {"eps_low": -1}, "eps_low must not be negative, got -1"),
+        ("grpo", {"eps_high": True}, "eps_high must be a number, got True"),
+        ("rloo", {"kl_coef": -0.1}, "kl_coef must not be negative, got -0.1"),
+        ("rloo", {"aggregation": 3}, "rloo: aggregation must be of type str, got 3"),
+        ("ppo", {"whiten": "no"}, "ppo: whiten must be of type bool, got 'no'"),
+        ("ppo", {"lambda_": 2}, r"lambda_ must be in \[0, 1\], got 2"),
+        ("reinforce", {"baseline": "mean"}, "baseline must be 'ema' or 'none'"),
+        ("online_dpo", {"beta": np.nan}, "beta must be finite, got nan"),
+    ],
+)
+def test_options_are_refused_when_a_preset_is_made(name, option, message):
+    with pytest.raises(ValueError, match=message):
+        algorithms.make(name, **option)
+
+
+def test_the_numbers_of_a_preset_are_checked_too():
+    with pytest.raises(ValueError, match="eps_low must not be negative, got -1"):
+        make_hyper(algorithms.grpo(eps_low=-1.0), ENV)
+
+
+def test_stages_and_objectives_refuse_unknown_choices():
+    for make in (lambda: stages.kl_in_reward("k9"), lambda: objectives.token_objective(objectives.likelihood, kl="k9")):
+        with pytest.raises(ValueError, match=r"'k9'\. Known: k1, k2"):
+            make()
+    with pytest.raises(ValueError, match="ddof must be at least 0, got -1"):
+        stages.whiten(-1)
+    with pytest.raises(ValueError, match="k must be above 0"):
+        stages.group_advantage(groups.pass_at_k_advantage, k=0)
 
 
 def test_the_caller_keeps_his_arrays():

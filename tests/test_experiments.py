@@ -183,6 +183,9 @@ def test_an_evaluation_may_play_another_environment(run):
         (["--lambda_=1"], "Unknown command line flag"),
         (["--discount=0.9"], r"unknown hyper-parameters \['discount'\]; grpo has"),
         (["--option=sale=none"], r"grpo has no option \['sale'\]"),
+        (["--option=scale=zzz"], "Unknown scale 'zzz'"),
+        (["--algorithm=ppo", "--option=whiten=maybe"], "whiten must be of type bool, got 'maybe'"),
+        (["--eps_low=0.1", "--algorithm=ppo", "--hyper=lambda_=2"], "lambda_ must be in"),
         (["--env_params=max_digit=3"], "has no parameter 'max_digit'; it has: .*max_digits"),
         (["--env_params=max_digits=2.5"], "must be a whole number"),
         (["--env_params=max_digits=9"], "exceeds the capacity max_digits=4"),
@@ -309,6 +312,30 @@ def test_outcome_golden():
     assert found["tool_rate"] == 0.5 and found["sampled_tool_rate"] == 0.5 and found["tool_calls"] == 1.0
     assert found["turns"] == 1.5 and found["sampled_turns"] == 1.625
     assert "pass@4, sampled" in reporting.table({"a": found, "b": {}})
+
+
+def test_switches_are_words_or_literals():
+    found = settings_lib.pairs("option", ("a=no", "b=True", "c=YES", "d=none", "e=None", "f=1e-3", "g=false"))
+    assert found == {"a": False, "b": True, "c": True, "d": "none", "e": None, "f": 1e-3, "g": False}
+
+
+def test_an_error_while_training_is_one_line(run, monkeypatch, capsys):
+    class Broken:
+        step, closed = 0, False
+
+        def __init__(self, *_):
+            pass
+
+        def run(self):
+            raise ValueError("no such thing")
+
+        def close(self):
+            Broken.closed = True
+
+    directory = run[0]
+    monkeypatch.setattr(training, "Trainer", Broken)
+    assert training.train_run(parsed(f"--root={directory.parent}", "--name=tiny", "--resume")) == 2
+    assert capsys.readouterr().err == "error: no such thing\n" and Broken.closed
 
 
 def test_transcripts_are_cut_at_a_step(tmp_path):

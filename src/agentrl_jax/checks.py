@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from agentrl_jax.types import Array
+
+UNIT = ("discount", "lambda_", "label_smoothing")
+NOT_NEGATIVE = (
+    "learning_rate", "weight_decay", "warmup", "decay", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef",
+    "value_eps", "beta",
+)  # fmt: skip
+POSITIVE = ("max_grad_norm",)
 
 
 def check_shapes(like: Array, **others: Array | float | None) -> None:
@@ -33,3 +44,28 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuses a name that is not among ``choices``, listing them."""
     if value not in choices:
         raise ValueError(f"Unknown {name} {value!r}. Known: {', '.join(choices)}.")
+
+
+def check_numbers(numbers: Mapping[str, Any]) -> None:
+    """Refuses numbers of a run that are out of the range of their name; a traced one cannot be looked at.
+
+    Python, NumPy and JAX numbers alike, and arrays of them (a sweep). A boolean is no number.
+
+    Raises:
+      ValueError: no number, not finite, or out of range, naming it.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, Tracer):
+            continue
+        x = np.asarray(value)
+        if not jnp.issubdtype(x.dtype, np.number):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        x = x.astype(np.float64)
+        if not np.isfinite(x).all():
+            raise ValueError(f"{name} must be finite, got {value}")
+        if name in UNIT and not ((x >= 0) & (x <= 1)).all():
+            raise ValueError(f"{name} must be in [0, 1], got {value}")
+        if name in NOT_NEGATIVE and not (x >= 0).all():
+            raise ValueError(f"{name} must not be negative, got {value}")
+        if name in POSITIVE and not (x > 0).all():
+            raise ValueError(f"{name} must be positive, got {value}")

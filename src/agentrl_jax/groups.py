@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax.checks import check_above, check_choice
+from agentrl_jax.checks import check_above, check_at_least, check_choice
 from agentrl_jax.masked import as_float, fill, masked_var
 from agentrl_jax.types import Array
 
@@ -103,13 +103,14 @@ def group_relative(
       ``[N]``. A group of equal returns, and a group of one, give exactly 0 (verl gives a lone member its raw return).
 
     Raises:
-      ValueError: unknown ``scale``.
+      ValueError: unknown ``scale``, negative ``ddof``.
 
     Per-domain or per-role normalisation is this function with the domain, or domain and role, as the group.
     Sources: GRPO, Shao et al., DeepSeekMath, 2024, arXiv 2402.03300; Dr.GRPO, Liu et al., 2025, 2503.20783;
     LitePPO, Liu et al., Tricks or Traps, 2025, 2508.08221; REINFORCE++, Hu et al., 2025, 2501.03262.
     """
     check_choice("scale", scale, SCALES)
+    check_at_least(0, ddof=ddof)
     who = members(group, num_groups, where)
     base = who if statistics is None else members(group, num_groups, who.where & statistics.astype(bool))
     lifted = above_lowest(ret, who, num_groups)

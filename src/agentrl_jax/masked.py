@@ -140,7 +140,7 @@ def aggregation_weights(
       ValueError: unknown ``mode``; ``norm`` missing, not positive, or given to another mode; ``sequence`` without
         ``num_sequences``.
     """
-    _check_mode(mode, norm)
+    check_mode(mode, norm)
     mask = jnp.asarray(mask).astype(bool)
     tokens, nonempty, valid = _sequence_counts(mask, sequence, num_sequences)
     weight = (mask & valid[..., None]).astype(jnp.float32)
@@ -175,7 +175,12 @@ def aggregate(
     return jnp.sum(weights * fill(x, mask))
 
 
-def _check_mode(mode: str, norm: Array | float | None) -> None:
+def check_mode(mode: str, norm: Array | float | None) -> None:
+    """Refuses an aggregation that ``aggregation_weights`` cannot compute.
+
+    Raises:
+      ValueError: unknown ``mode``; ``norm`` missing, not positive, or given to another mode.
+    """
     if mode not in MODES:
         raise ValueError(f"Unknown aggregation mode {mode!r}. Known modes: {', '.join(MODES)}.")
     if (norm is not None) != (mode == "seq-mean-token-sum-norm"):

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from agentrl_jax import losses, masked, preference
 from agentrl_jax import metrics as metrics_lib
+from agentrl_jax.checks import check_choice
+from agentrl_jax.kl import ESTIMATORS
 from agentrl_jax.kl import kl as kl_divergence
 from agentrl_jax.types import Array, Batch, Metrics, Score
 
@@ -20,7 +22,11 @@ def weigh_tokens(mode: str, *, norm: float | None = None) -> Callable[[Batch, di
     """``Algorithm.weigh``: aggregation weights of the minibatch by a mode of ``masked.aggregation_weights``.
 
     A sequence is an episode: where contexts restart, its ``segments`` consecutive rows count as one.
+
+    Raises:
+      ValueError: see ``masked.check_mode``.
     """
+    masked.check_mode(mode, norm)
 
     def weigh(batch: Batch, hyper: dict[str, Array], segments: int) -> Batch:
         del hyper
@@ -68,9 +74,14 @@ def token_objective(surrogate: Surrogate, *, kl: str | None = None, critic: bool
 
     Args:
       surrogate: per-token policy loss.
-      kl: estimator against ``extra["logp_ref"]`` (``k1``, ``k2``, ``k3``), or None for no such term.
+      kl: estimator against ``extra["logp_ref"]`` (``kl.ESTIMATORS``), or None for no such term.
       critic: whether the value head is trained, with clipping at ``hyper["value_eps"]``.
+
+    Raises:
+      ValueError: an unknown estimator.
     """
+    if kl is not None:
+        check_choice("kl", kl, ESTIMATORS)
 
     def objective(scores: dict[str, Score], batch: Batch, hyper: dict[str, Array]) -> tuple[Array, Metrics]:
         score = scores["policy"]

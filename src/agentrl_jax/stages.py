@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from agentrl_jax import advantages, groups, masked, scoring
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.algorithm import Tools
+from agentrl_jax.checks import check_at_least, check_choice
+from agentrl_jax.kl import ESTIMATORS
 from agentrl_jax.kl import kl as kl_divergence
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Trajectory
 
@@ -63,7 +65,13 @@ def _broadcast(batch: Batch, adv: Array, tools: Tools) -> Batch:
 
 
 def group_advantage(estimator: Callable[..., Array], **options: Any) -> Stage:
-    """``A = estimator(return, group, num_groups, where=played, **options)`` of the episode, on each of its tokens."""
+    """``A = estimator(return, group, num_groups, where=played, **options)`` of the episode, on each of its tokens.
+
+    Raises:
+      ValueError: options that the estimator refuses; it is traced once, on two episodes.
+    """
+    ret, group = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    jax.eval_shape(lambda r, g: estimator(r, g, 1, **options), ret, group)
 
     def stage(
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
@@ -157,7 +165,11 @@ def kl_in_reward(estimator: str = "k1") -> Stage:
     """``r_t <- r_t - kl_coef * k(logp_old, logp_ref)_t`` on written tokens; after both have been scored.
 
     k1 in the reward is the unbiased gradient of the reverse KL (Tang & Munos, 2025, arXiv 2506.09477).
+
+    Raises:
+      ValueError: an unknown estimator.
     """
+    check_choice("estimator", estimator, ESTIMATORS)
 
     def stage(
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
@@ -204,7 +216,12 @@ def _explained_variance(target: Array, value: Array, mask: Array) -> Array:
 
 def whiten(ddof: float = 1) -> Stage:
     """``A <- (A - mean) / std`` over the batch's loss tokens; before the split into minibatches, so no split changes
-    it."""
+    it.
+
+    Raises:
+      ValueError: a negative ``ddof``.
+    """
+    check_at_least(0, ddof=ddof)
 
     def stage(
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array

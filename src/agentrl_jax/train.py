@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax import scoring, update
 from agentrl_jax.algorithm import Algorithm, Hyper, Tools, TrainState, start_for_expert
+from agentrl_jax.checks import check_numbers
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment, canonical_params
 from agentrl_jax.policy import Policy
@@ -68,32 +69,12 @@ def make_hyper(algorithm: Algorithm, env: Environment, **numbers: Any) -> Hyper:
     if unknown:
         known = ", ".join(sorted(fields | set(algorithm.hyper)))
         raise ValueError(f"unknown hyper-parameters {unknown}; {algorithm.name} has: {known}")
-    _check_numbers(numbers)
+    check_numbers({**algorithm.hyper, **{k: v for k, v in numbers.items() if k != "env_params"}})
     own = {k: jnp.asarray(numbers.get(k, v), jnp.float32) for k, v in algorithm.hyper.items()}
     outer = {k: v for k, v in numbers.items() if k in fields and k != "env_params"}
     defaults = {k: v for k, v in Hyper()._asdict().items() if k not in ("env_params", "algorithm")}
     outer = {k: jnp.asarray(v, jnp.float32) for k, v in (defaults | outer).items()}
     return Hyper(**outer, env_params=canonical_params(numbers.get("env_params", env.params), env.params), algorithm=own)
-
-
-_UNIT = ("discount", "lambda_", "label_smoothing")
-_NOT_NEGATIVE = (
-    "learning_rate", "weight_decay", "warmup", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef",
-    "value_eps", "beta",
-)  # fmt: skip
-
-
-def _check_numbers(numbers: dict[str, Any]) -> None:
-    """Ranges of the numbers that are concrete; a traced one cannot be looked at."""
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
-            continue
-        if name in _UNIT and not 0 <= value <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {value}")
-        if name in _NOT_NEGATIVE and not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
-        if name == "max_grad_norm" and not value > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {value}")
 
 
 def check(policy: Policy, codec: Codec, env: Environment, algorithm: Algorithm, config: TrainConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from agentrl_jax import groups, objectives, stages
 from agentrl_jax.algorithm import Algorithm
+from agentrl_jax.checks import check_choice
+from agentrl_jax.kl import ESTIMATORS
 
 
 def grpo(
@@ -24,6 +26,7 @@ def grpo(
     ``aggregation="seq-mean-token-sum-norm"`` and ``norm=max_tokens`` is Dr.GRPO's estimator.
     Source: Shao et al., 2024, arXiv 2402.03300.
     """
+    check_choice("kl", kl, ESTIMATORS)
     reference = kl_coef > 0
     score = [stages.score_policy(), *([stages.score_reference()] if reference else [])]
     return Algorithm(
