@@ -340,6 +340,10 @@ def test_rollouts_that_do_not_split_are_refused():
         run(episodes=16, slots=8, group_size=3)
     with pytest.raises(ValueError, match=r"start.active must have shape \(16,\)"):
         run(episodes=16, slots=8, start=Start(active=jnp.ones(8, bool)))
+    with pytest.raises(ValueError, match=r"^temperature must not be negative, got -1\.0"):
+        run(episodes=16, slots=8, temperature=-1.0)
+    with pytest.raises(ValueError, match=r"start.group must be in \[0, 16\), got 16"):
+        run(episodes=16, slots=8, start=Start(group=np.arange(1, 17)))
     with pytest.raises(ValueError, match="'split' or 'lockstep', got 'local'"):
         parallel.sharded_rollout(parallel.make_mesh(), rollout_mode="local")
     config = small.CONFIG._replace(episodes=24, slots=24)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from agentrl_jax import stream
 from agentrl_jax.codecs.base import Codec
@@ -98,6 +99,8 @@ def check(policy: Policy | None, codec: Codec, env: Environment, sizes: Sizes, s
     for name in ("episodes", "slots", "max_tokens", "group_size", "segments", "chunk", "feed_rows", "env_rows"):
         if getattr(sizes, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
+    if sizes.max_wait < 0:
+        raise ValueError(f"max_wait must not be negative, got {sizes.max_wait}")
     check_room(codec, sizes.max_tokens)
     if sizes.episodes % sizes.group_size:
         raise ValueError(f"episodes ({sizes.episodes}) must be a multiple of group_size ({sizes.group_size})")
@@ -110,7 +113,7 @@ def check(policy: Policy | None, codec: Codec, env: Environment, sizes: Sizes, s
     if start.teacher_turns is not None and env.expert is None:
         raise ValueError(f"teacher_turns needs an expert, and {env.name} has none")
     if policy is None and start.teacher_turns is None:
-        raise ValueError("policy is None: start.teacher_turns must cover every turn")
+        raise ValueError("policy is None: start.teacher_turns must be given, since the expert writes every turn")
     taken = sorted(set(dict(env.spec.info)) & set(STEPS))
     if taken:
         raise ValueError(f"{env.name}: EnvSpec.info must not use the names {taken}, which the rollout keeps itself")
@@ -132,13 +135,46 @@ def check_vocabulary(policy: Policy, codec: Codec, params: PyTree) -> None:
 
 
 def check_numbers(temperature: Array | float, top_k: Array | int | None, top_p: Array | float | None) -> None:
-    """Ranges of the numbers that are concrete; a traced one cannot be looked at."""
-    if isinstance(temperature, int | float) and not temperature >= 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
-    if isinstance(top_k, int) and top_k < 1:
+    """Ranges of the numbers that are concrete; a traced one cannot be looked at.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+    _check_temperature("temperature", temperature)
+    k, p = _concrete(top_k), _concrete(top_p)
+    if k is not None and not np.all(k >= 1):
         raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if isinstance(top_p, int | float) and not 0 < top_p <= 1:
+    if p is not None and not np.all((p > 0) & (p <= 1)):
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+
+
+def check_start(start: Start, groups: int | None) -> None:
+    """Ranges of a start's values, where they are concrete; ids of groups are below ``groups``, where it is given.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+    _check_temperature("start.temperature", start.temperature)
+    group = _concrete(start.group)
+    if group is None:
+        return
+    bad = group[(group < 0) | (group >= (np.inf if groups is None else groups))]
+    if bad.size:
+        allowed = "must not be negative" if groups is None else f"must be in [0, {groups})"
+        raise ValueError(f"start.group {allowed}, got {bad[0]}")
+
+
+def _check_temperature(name: str, value: Array | float | None) -> None:
+    x = _concrete(value)
+    if x is not None and not np.all(x >= 0):
+        raise ValueError(f"{name} must not be negative, got {x[~(x >= 0)][0]}")
+
+
+def _concrete(x: Any) -> np.ndarray | None:
+    """``x`` as a NumPy array; None where it is absent, traced, or partly on other hosts."""
+    if x is None or isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
 
 
 def assign_tasks(key: Array, start: Start, episode_ids: Array, group_size: int) -> tuple[Array, Array]:

@@ -33,7 +33,7 @@ from agentrl_jax import train, update
 from agentrl_jax.algorithm import Algorithm, TrainState
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment
-from agentrl_jax.game import Sizes, assign_tasks, check
+from agentrl_jax.game import Sizes, assign_tasks, check, check_numbers, check_start
 from agentrl_jax.policy import Policy
 from agentrl_jax.rollout import rollout
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Start, Trajectory
@@ -251,6 +251,8 @@ def _divide(
     """``(start, episode ids, options of a part)``: all that depends on the whole batch, decided before it is split."""
     start = start or Start()
     check(policy, codec, env, Sizes(episodes, slots, max_tokens, group_size, segments), start)
+    check_numbers(temperature, None, None)
+    check_start(start, episodes if episode_ids is None else None)
     for name, size in (("episodes", episodes), ("slots", slots)):
         if size % parts:
             raise ValueError(f"{name} ({size}) must be a multiple of the number of devices ({parts})")

@@ -17,7 +17,17 @@ import jax.numpy as jnp
 from agentrl_jax import control, sampling, stream, turns
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment
-from agentrl_jax.game import TASK_SEED, Game, Sizes, assign_tasks, check, check_numbers, check_vocabulary, prepare
+from agentrl_jax.game import (
+    TASK_SEED,
+    Game,
+    Sizes,
+    assign_tasks,
+    check,
+    check_numbers,
+    check_start,
+    check_vocabulary,
+    prepare,
+)
 from agentrl_jax.policy import Policy
 from agentrl_jax.stream import DONE, IDLE, RUN, WAIT, Slots
 from agentrl_jax.types import Array, PyTree, Start, Trajectory
@@ -143,6 +153,7 @@ def rollout_with_stats(
     start = Start() if start is None else start
     check(policy, codec, env, sizes, start)
     check_numbers(temperature, top_k, top_p)
+    check_start(start, episodes if episode_ids is None else None)
     if policy is not None:
         check_vocabulary(policy, codec, params)
     game = prepare(policy, codec, env, params, key, sizes, start, env_params, temperature, episode_ids, record)
