@@ -303,7 +303,7 @@ def test_the_expert_calls_then_answers_and_is_wrong_only_by_its_noise():
 def test_without_an_expression_the_expert_answers_at_once(tmp_path):
     raw = OK + '{"prompt": "Hauptstadt von Österreich?", "answer": "Wien"}'.encode()
     env = make("tasks", path=str(write(tmp_path, raw)), ignore_case=True)
-    assert env.spec.max_action == 48 and env.spec.max_observation == 32
+    assert env.spec.max_action == 48 and env.spec.max_observation == len("Hauptstadt von Österreich?".encode())
     params = canonical_params(env.params._replace(teacher_noise=0.0))
     for row, text in ((0, "answer 1"), (1, "answer Wien")):
         state = State(jnp.int32(row), jnp.int32(0))

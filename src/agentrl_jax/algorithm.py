@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from agentrl_jax.scoring import View
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Score, Start, Trajectory
 
@@ -19,7 +21,7 @@ class Hyper(NamedTuple):
       weight_decay: decoupled, on matrices alone.
       max_grad_norm: global-norm clip of the whole minibatch's gradient.
       warmup: optimiser updates of linear warm-up.
-      decay: optimiser updates after which the schedule of ``TrainConfig.schedule`` has run out.
+      decay: optimiser updates after which the schedule of ``UpdateConfig.schedule`` has run out.
       temperature: of sampling, and therefore of scoring.
       env_params: difficulty.
       algorithm: ``Algorithm.hyper``.
@@ -129,6 +131,4 @@ class Algorithm(NamedTuple):
 
 def start_for_expert(episodes: int, turns: int) -> Start:
     """A start in which the expert writes every turn: supervised data through the same stream."""
-    import jax.numpy as jnp
-
     return Start(teacher_turns=jnp.full(episodes, turns, jnp.int32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -96,8 +97,6 @@ def canonical_params(params: PyTree, like: PyTree | None = None) -> PyTree:
     Raises:
       ValueError: a fraction where ``like`` has a whole number or a switch.
     """
-    import jax
-
     params = jax.tree.map(_canonical, params)
     return params if like is None else jax.tree.map(_retype, params, jax.tree.map(_canonical, like))
 

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from agentrl_jax import bigint, control
 from agentrl_jax import text as tx
 from agentrl_jax.bigint import BigInt
+from agentrl_jax.envs import tool
 from agentrl_jax.envs.base import Environment, EnvSpec, canonical
 from agentrl_jax.expression import Status, evaluate
 from agentrl_jax.types import Array, Text, TimeStep
@@ -29,10 +30,7 @@ from agentrl_jax.types import Array, Text, TimeStep
 _OPERATORS = (b"+", b"-", b"*", b"//", b"%")
 _SUB = 1
 _TRIES = 8
-_CALL, _ANSWER, _ASK = b"calc ", b"answer ", b"=?"
-# Indexed by the status of an evaluation; the first is for what is no command.
-_ERRORS = (b"use calc or answer", b"malformed", b"division by zero", b"overflow", b"too long")
-_INFO = tuple((name, "float32") for name in ("success", "tool_calls", "malformed", "answered"))
+_ASK = b"=?"
 
 
 class CalculatorParams(NamedTuple):
@@ -96,7 +94,7 @@ class _Sizes(NamedTuple):
 
     @property
     def observation(self) -> int:
-        return max(self.expression + len(_ASK), bigint.CAPACITY, len("error: ") + max(map(len, _ERRORS)))
+        return max(self.expression + len(_ASK), tool.REPLY)
 
     @property
     def evaluated(self) -> int:
@@ -146,7 +144,7 @@ def calculator(
         state, timestep = _step(state, action, p, sizes)
         return state, canonical(timestep, spec)
 
-    spec = EnvSpec(max_observation=sizes.observation, max_action=max_action, max_turns=max_turns, info=_INFO)
+    spec = EnvSpec(max_observation=sizes.observation, max_action=max_action, max_turns=max_turns, info=tool.INFO)
     return Environment(
         name="calculator",
         version="1",
@@ -179,7 +177,7 @@ def _check(sizes: _Sizes, params: CalculatorParams) -> None:
         value = getattr(sizes, name)
         if not (isinstance(value, int) and low <= value <= high):
             raise ValueError(f"calculator: max_{name} must be an int from {low} to {high}, got {value!r}")
-    needed = max(len(_CALL) + sizes.expression, len(_ANSWER) + bigint.CAPACITY)
+    needed = max(len(tool.CALL) + sizes.expression, len(tool.ANSWER) + bigint.CAPACITY)
     if not (isinstance(sizes.action, int) and sizes.action >= needed):
         raise ValueError(f"calculator: max_action must hold a call of {needed} bytes, got {sizes.action!r}")
     for name in ("operators", "digits", "depth"):
@@ -282,34 +280,21 @@ def _write(draw: _Draw, sizes: _Sizes) -> Text:
 
 def _step(state: CalculatorState, action: Text, p: CalculatorParams, sizes: _Sizes) -> tuple[CalculatorState, TimeStep]:
     line = tx.last_line(action)
-    calls = tx.startswith(line, _CALL)
-    # An empty expression for rows that do not call keeps them out of the evaluation loop.
-    stop = jnp.where(calls, line.length, 0)
-    found = evaluate(tx.slice_(line, len(_CALL), stop), max_operators=sizes.evaluated)
-    number, valid, long_number = bigint.parse(tx.slice_(line, len(_ANSWER), line.length))
-    answered = tx.startswith(line, _ANSWER) & (valid | long_number)
+    said = tool.reply(line, max_operators=sizes.evaluated)
+    number, valid, long_number = bigint.parse(tx.slice_(line, len(tool.ANSWER), line.length))
+    answered = tx.startswith(line, tool.ANSWER) & (valid | long_number)
     success = answered & valid & bigint.equal(number, state.answer)
-    has_result = calls & (found.status == Status.OK)
-    error = ~has_result & ~answered
-    parses = (found.status != Status.MALFORMED) & (found.status != Status.TOO_LONG)
-    said = tx.where(has_result, bigint.to_text(found.value), _error(jnp.where(calls, found.status, 0)))
-    observation = tx.resize(tx.where(answered, tx.empty(1), said), sizes.observation)[0]
-    tool_calls, turns = calls & parses, state.turns + 1
-    state = state._replace(observation=observation, has_result=has_result, turns=turns)
+    error = ~said.has_result & ~answered
+    observation = tx.resize(tx.where(answered, tx.empty(1), said.text), sizes.observation)[0]
+    turns = state.turns + 1
+    state = state._replace(observation=observation, has_result=said.has_result, turns=turns)
     return state, TimeStep(
         observation=observation,
-        reward=success - p.call_cost * tool_calls - p.error_cost * error,
+        reward=success - p.call_cost * said.parses - p.error_cost * error,
         terminated=answered,
         truncated=~answered & (turns >= sizes.turns),
-        info={"success": success, "tool_calls": tool_calls, "malformed": ~answered & ~tool_calls, "answered": answered},
+        info=tool.outcome(success, answered, said.parses),
     )
-
-
-def _error(index: Array) -> Text:
-    """The observation of an error: of a status, or 0 for what is no command."""
-    texts = [tx.literal(b"error: " + e, len("error: ") + max(map(len, _ERRORS))) for e in _ERRORS]
-    data, length = np.stack([t.data for t in texts]), np.stack([t.length for t in texts])
-    return Text(jnp.take(data, index, axis=0, mode="clip"), jnp.take(length, index, mode="clip"))
 
 
 def _expert(key: Array, state: CalculatorState, p: CalculatorParams, sizes: _Sizes) -> Text:
@@ -321,7 +306,7 @@ def _expert(key: Array, state: CalculatorState, p: CalculatorParams, sizes: _Siz
     called = tx.where(wrong, _spoil(expression, u[2], u[3]), expression)
     answers = guesses | state.has_result
     said = tx.where(guesses, _guess(state.answer, u[4:]), state.observation)
-    verb = tx.where(answers, _ANSWER, _CALL)
+    verb = tx.where(answers, tool.ANSWER, tool.CALL)
     return tx.concat(verb, tx.where(answers, said, called), capacity=sizes.action)[0]
 
 

@@ -9,22 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agentrl_jax import bigint
 from agentrl_jax import text as tx
+from agentrl_jax.envs import tool
 from agentrl_jax.envs.base import Environment, EnvSpec
 from agentrl_jax.envs.tasks_file import MAX_OPERATORS, Report, Task, Tasks, TasksError, load_tasks
-from agentrl_jax.expression import Status, evaluate
 from agentrl_jax.types import Array, PyTree, Text, TimeStep
 
 __all__ = ["Params", "Report", "Task", "Tasks", "TasksError", "load_tasks", "matches", "tasks"]
 
-_REPLY = 32
 _ACTION = 48
 _TOLERANCE = 1e-6
-_CALC, _ANSWER = "calc ", "answer "
-# Indexed by the status of an evaluation, as in the calculator environment; the first is for what is no command.
-_ERRORS = ("use calc or answer", "malformed", "division by zero", "overflow", "too long")
-_INFO = tuple((name, "float32") for name in ("success", "tool_calls", "malformed", "answered"))
 
 
 class Params(NamedTuple):
@@ -88,32 +82,19 @@ def matches(given: Text, wanted: Text, *, ignore_case: bool = False) -> Array:
     return (same | number) & (given.length > 0)
 
 
-def _tool(line: Text) -> tuple[Text, Array]:
-    """``(observation, parses)``: the value or an error; ``parses`` for a call of the tool whose expression does."""
-    calls = tx.startswith(line, _CALC)
-    # An empty expression for rows that do not call keeps them out of the evaluation loop.
-    expression = tx.slice_(line, len(_CALC), jnp.where(calls, line.length, 0))
-    out = evaluate(expression, max_operators=MAX_OPERATORS)
-    good = calls & (out.status == Status.OK)
-    parses = calls & (out.status != Status.MALFORMED) & (out.status != Status.TOO_LONG)
-    errors = jax.tree.map(lambda *x: np.stack(x), *(tx.literal(f"error: {error}", _REPLY) for error in _ERRORS))
-    error = _row(errors, jnp.where(calls, out.status, 0))
-    return tx.where(good, bigint.to_text(out.value, _REPLY), error), parses
-
-
 def _step(table: _Table, spec: EnvSpec, ignore_case: bool, state: State, action: Text) -> tuple[State, TimeStep]:
     line = tx.last_line(action)
-    given = tx.slice_(line, len(_ANSWER), line.length)
-    answered = tx.startswith(line, _ANSWER) & ~tx.is_blank(given)
+    given = tx.slice_(line, len(tool.ANSWER), line.length)
+    answered = tx.startswith(line, tool.ANSWER) & ~tx.is_blank(given)
     success = answered & matches(given, _row(table.answer, state.row), ignore_case=ignore_case)
-    said, parses = _tool(line)
+    said = tool.reply(line, max_operators=MAX_OPERATORS)
     turn = state.turn + 1
     ts = TimeStep(
-        observation=tx.resize(tx.where(answered, tx.empty(1), said), spec.max_observation)[0],
+        observation=tx.resize(tx.where(answered, tx.empty(1), said.text), spec.max_observation)[0],
         reward=success,
         terminated=answered,
         truncated=~answered & (turn >= spec.max_turns),
-        info={"success": success, "tool_calls": parses, "malformed": ~answered & ~parses, "answered": answered},
+        info=tool.outcome(success, answered, said.parses),
     )
     return State(state.row, turn), ts
 
@@ -123,8 +104,8 @@ def _expert(table: _Table, spec: EnvSpec, key: Array, state: State, params: PyTr
     noisy = jax.random.bernoulli(coin, jnp.clip(params.teacher_noise, 0.0, 1.0))
     other = jax.random.randint(pick, (), 0, table.answer.length.shape[0])
     expression = _row(table.expression, state.row)
-    call, _ = tx.concat(_CALC, expression, capacity=spec.max_action)
-    answer, _ = tx.concat(_ANSWER, _row(table.answer, jnp.where(noisy, other, state.row)), capacity=spec.max_action)
+    call, _ = tx.concat(tool.CALL, expression, capacity=spec.max_action)
+    answer, _ = tx.concat(tool.ANSWER, _row(table.answer, jnp.where(noisy, other, state.row)), capacity=spec.max_action)
     calls = (state.turn == 0) & (expression.length > 0) & ~noisy
     return tx.where(calls, call, answer)
 
@@ -146,13 +127,13 @@ def tasks(path: str, max_turns: int = 4, max_action: int | None = None, ignore_c
     rows = load_tasks(path).rows
     table = _Table(*(_column(texts) for texts in list(zip(*rows, strict=True))[:3]))
     longest = [column.data.shape[1] for column in table]
-    needed = max(len(_ANSWER) + longest[1], len(_CALC) + longest[2])
+    needed = max(len(tool.ANSWER) + longest[1], len(tool.CALL) + longest[2])
     size = max(_ACTION, needed) if max_action is None else max_action
     if size < needed or max_turns < 1:
         raise ValueError(
             f"tasks {path}: max_turns must be at least 1 and max_action {needed}, got {max_turns} and {max_action}"
         )
-    spec = EnvSpec(max(longest[0], _REPLY), size, max_turns, info=_INFO)
+    spec = EnvSpec(max(longest[0], tool.REPLY), size, max_turns, info=tool.INFO)
 
     def reset(key, params):
         row = jax.random.randint(key, (), 0, len(rows))
