@@ -109,6 +109,7 @@ def play(
             row.append(ids, "expert", turn, max_tokens)
             written += len(row.tokens) - began
             stopped = len(row.tokens) - began < len(ids)
+            cut = not stopped and ids[-1] != CODEC.end_action
         else:
             while True:
                 padded = np.zeros((1, max_tokens), np.int32)

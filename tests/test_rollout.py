@@ -12,7 +12,7 @@ from jax.experimental.key_reuse import _core as key_reuse
 from rollout_oracle import Talk, assert_equal, play, talk
 from tiny import CODEC, POLICY, biased, jit, params
 
-from agentrl_jax import TransformerConfig, codecs, envs, scoring, transformer_policy
+from agentrl_jax import TransformerConfig, codecs, envs, scoring, text, transformer_policy
 from agentrl_jax.envs import canonical_params
 from agentrl_jax.rollout import assign_tasks, rollout, rollout_with_stats
 from agentrl_jax.types import Start
@@ -200,11 +200,11 @@ def test_calculator_agrees_with_the_oracle():
     assert traj.steps["malformed"].any() and traj.steps["tool_calls"].any() and traj.steps["played"].sum(1).max() > 2
     # An error of the tool is an observation like any other: shown, not trained, and the episode goes on.
     shown = [bytes(t for t in row[~mask] if t < 256) for row, mask in zip(traj.tokens, traj.mask, strict=True)]
-    assert any(b"error" in text for text in shown)
+    assert any(b"error" in said for said in shown)
     lines = traj.steps["thinking"]
     action = lambda i, k: bytes(t for t in traj.tokens[i][traj.mask[i] & (traj.turn[i] == k)] if t < 256)  # noqa: E731
     for i, k in np.argwhere(traj.steps["played"] & ~traj.steps["cut"]):
-        assert lines[i, k] == action(i, k).rfind(b"\n") + 1
+        assert lines[i, k] == action(i, k).rstrip().rfind(b"\n") + 1
 
 
 @functools.cache
@@ -434,6 +434,21 @@ def test_an_action_that_just_fits_its_budget_is_whole():
     for i, k in np.argwhere(whole):
         action = traj.tokens[i][traj.mask[i] & (traj.turn[i] == k)]
         assert len(action) == 6 and action[-1] == CODEC.end_action
+
+
+@pytest.mark.parametrize("cut_action", ["deliver", "end"])
+def test_an_expert_beyond_the_budget_is_cut_like_anyone(cut_action):
+    long, short = text.literal("too long", 8), text.literal("short", 8)
+    env = talk(cut_action)._replace(expert=lambda k, s, p: text.where(jax.random.bernoulli(k), long, short))
+    begin = Start(teacher_turns=jnp.full(4, 9, jnp.int32))
+    sizes = {"episodes": 4, "slots": 2, "max_tokens": T, "segments": 2, "start": begin}
+    traj = jit(lambda key: rollout(None, CODEC, env, None, key, **sizes))(jax.random.key(1))
+    traj = jax.tree.map(np.asarray, traj)
+    for e in range(4):
+        rows = play(None, env, None, jax.random.key(1), episode=e, max_tokens=T, segments=2, teacher_turns=9)
+        assert_equal(traj, e, rows, segments=2)
+    cut, played = traj.steps["cut"], traj.steps["played"]
+    assert cut.any() and (played & ~cut).any() and (cut & played).any() == (cut_action == "deliver")
 
 
 @settings(deadline=None, max_examples=25)

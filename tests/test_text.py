@@ -113,6 +113,7 @@ def test_strip_lower_blank_last_line(text):
     assert value(jitted("strip")(T(text))) == text.strip(SPACE)
     assert value(jitted("lower")(T(text))) == text.lower()
     assert bool(jitted("is_blank")(T(text))) == (not text.strip(SPACE))
+    assert int(jitted("above_last_line")(T(text))) == text.rstrip(SPACE).rfind(b"\n") + 1
     assert value(jitted("last_line")(T(text))) == text.strip(SPACE).split(b"\n")[-1].strip(SPACE)
 
 

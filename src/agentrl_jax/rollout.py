@@ -230,9 +230,9 @@ def _serve(game: Game, carry: _Carry) -> _Carry:
     valid = waiting[rows]
     sub = stream.gather(carry.slots, rows)
     stepping = valid & (sub.phase == WAIT)
+    sub, over, restart, observation = turns.step(game, sub, stepping)
     # An action that its budget cut, and that the environment never sees, is counted too.
     sub = turns.note(sub, sub.turn, valid & (sub.phase == DONE) & sub.cut, {"cut": sub.cut})
-    sub, over, restart, observation = turns.step(game, sub, stepping)
     over |= valid & (sub.phase == DONE)
     closed = over | restart
     outputs = turns.flush(game, carry.rows, sub, closed, over)

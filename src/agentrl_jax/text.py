@@ -20,7 +20,7 @@ Pattern: TypeAlias = Text | str | bytes
 
 _POW10 = np.asarray([10**k for k in range(10)], np.uint32)
 _FLOAT_POW10 = np.asarray([float(f"1e{k}") for k in range(39)], np.float32)
-_SPACE, _ZERO, _MINUS, _PLUS, _DOT, _NEWLINE = 32, 48, 45, 43, 46, 10
+_SPACE, _ZERO, _MINUS, _PLUS, _DOT = 32, 48, 45, 43, 46
 INT_CAPACITY = 11  # bytes that hold every int32: ten digits and a sign
 
 
@@ -239,14 +239,14 @@ def split(text: Pattern, separator: Pattern | int, parts: int, capacity: int) ->
     return pieces, jnp.minimum(total, parts), (total > parts) | jnp.any(longer)
 
 
+def above_last_line(text: Pattern) -> Array:
+    """Bytes above the last line that is not blank, ``int32[]``; 0 when there is none."""
+    return rfind(slice_(text, 0, _trim(*widen(text))[1]), "\n") + 1
+
+
 def last_line(text: Pattern) -> Text:
     """The last line that is not blank, without surrounding whitespace; empty when there is none."""
-    data, length = widen(text)
-    _, last = _trim(data, length)
-    position = jnp.arange(data.shape[0], dtype=jnp.int32)
-    newline = jnp.max(jnp.where((data == _NEWLINE) & (position < last), position, -1))
-    within = (position > newline) & (position <= last) & ~_is_space(data)
-    return slice_(text, jnp.min(jnp.where(within, position, data.shape[0])), last + 1)
+    return strip(slice_(text, above_last_line(text), widen(text)[1]))
 
 
 def between(text: Pattern, opening: Pattern, closing: Pattern) -> tuple[Text, Array]:

@@ -45,7 +45,7 @@ def step(game: Game, sub: Slots, go: Array) -> tuple[Slots, Array, Array, Text]:
         reward=jnp.where(last, jnp.asarray(ts.reward)[:, None], sub.reward),
         turn=jnp.where(go, turn + 1, turn),
     )
-    thinking = jax.vmap(lambda a: text.rfind(a, text.literal("\n")) + 1)(action)
+    thinking = jax.vmap(text.above_last_line)(action)
     values = {"reward": ts.reward, "cut": sub.cut, "played": go, "thinking": thinking, **(ts.info or {})}
     sub = note(_keep(game, sub, sub.turn, go), turn, go, values)
     terminated = go & ts.terminated
@@ -125,7 +125,7 @@ def _open_turn(game: Game, slots: Slots, observation: Text, go: Array, first: Ar
 
 def _expert_turn(game: Game, slots: Slots) -> Slots:
     """Lets the expert write the next action on rows whose turn is the teacher's; they wait for the environment at
-    once."""
+    once. An action beyond the budget is cut, as a sampled one is."""
     if game.env.expert is None or game.teacher_turns is None:
         return slots
     mine = slots.phase == RUN
@@ -137,13 +137,15 @@ def _expert_turn(game: Game, slots: Slots) -> Slots:
     ids, count = stream.action_block(game.codec, action, game.budget)
     after = stream.append(slots, ids, jnp.where(mine, count, 0), written=True)
     whole = after.length - slots.length == count
-    return after._replace(
-        phase=jnp.where(mine, jnp.where(whole, WAIT, DONE), slots.phase), truncated=slots.truncated | (mine & ~whole)
-    )
+    ended = jnp.take_along_axis(ids, count[:, None] - 1, axis=1)[:, 0] == game.codec.end_action
+    cut = mine & whole & ~ended
+    stop = mine & (~whole | (cut & (game.env.spec.cut_action == "end")))
+    phase = jnp.where(stop, DONE, jnp.where(mine, WAIT, slots.phase))
+    return after._replace(phase=phase, cut=slots.cut | cut, truncated=slots.truncated | stop)
 
 
 def _keep(game: Game, slots: Slots, turn: Array, which: Array) -> Slots:
-    """Notes ``record`` and the anchor of the state before action ``turn``, where ``which``."""
+    """Notes ``record`` of the state before action ``turn``, where ``which``."""
     if game.record is not None:
         now = jax.vmap(game.record)(slots.env)
         at = (jnp.arange(game.env.spec.max_turns + 1) == turn[:, None]) & which[:, None]
