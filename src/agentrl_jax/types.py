@@ -93,7 +93,7 @@ class Trajectory(NamedTuple):
       parent, branch: ``int32[B]``, the row branched from and the first own token; -1 without.
       temperature: ``float32[B]``, what the row was sampled at (0: greedy); scoring uses the same.
       steps: ``{name: [B, K]}`` per turn: ``TimeStep.info``, ``reward``, ``anchor``, ``cut``, ``played`` and
-        ``thinking`` (bytes of the action before its last line).
+        ``thinking`` (bytes of the action above its last line that is not blank).
       record: ``record(state)`` before action ``k`` and after the last, ``[B, K + 1, ...]``, or None.
       support: tokens allowed when sampling, or None: all of the codec's.
     """
@@ -147,7 +147,8 @@ class Batch(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A model's view of written tokens, aligned to ``traj.tokens``: ``logp``, ``entropy``, ``value``, ``[..., T]``."""
+    """A model's view of written tokens, aligned to ``traj.tokens``: ``logp``, ``entropy``, ``value``, ``[..., T]``,
+    and ``bootstrap``, ``[...]``, the value after the last token."""
 
     logp: Array
     entropy: Array
