@@ -327,8 +327,22 @@ def test_anchor_is_what_the_agent_sees():
         ({"max_action": 20}, "max_action"),
         ({"max_depth": -1}, "max_depth"),
         ({"params": CalculatorParams(max_digits=9)}, "exceeds the capacity max_digits=4"),
+        ({"params": CalculatorParams(max_digits=1)}, "params.max_digits must be at least 2, got 1"),
+        ({"params": CalculatorParams(min_operators=0)}, "params.min_operators must be at least 1, got 0"),
+        ({"params": CalculatorParams(max_depth=np.int32(-1))}, "params.max_depth must be at least 0, got -1"),
+        ({"params": CalculatorParams(mul=np.float32(-1))}, r"params.mul must be .* in \[0, inf\], got -1"),
+        ({"params": CalculatorParams(teacher_guess=1.5)}, r"params.teacher_guess must be .* in \[0, 1\], got 1.5"),
+        ({"params": CalculatorParams(teacher_wrong=float("nan"))}, "params.teacher_wrong must be a finite number"),
+        ({"params": CalculatorParams(call_cost=float("inf"))}, "params.call_cost must be a finite number"),
     ],
 )
 def test_refusals(static, message):
     with pytest.raises(ValueError, match=message):
         calculator(**static)
+
+
+def test_traced_difficulty_is_not_looked_at():
+    def capacity(digits):
+        return np.zeros(calculator(params=CalculatorParams(max_digits=digits)).spec.max_observation)
+
+    assert jax.eval_shape(capacity, 9).shape == (ENV().spec.max_observation,)

@@ -46,6 +46,11 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"Unknown {name} {value!r}. Known: {', '.join(choices)}.")
 
 
+def known(x: Any) -> bool:
+    """Whether ``x`` is a scalar whose value can be looked at: no traced one, and no array of several."""
+    return not isinstance(x, Tracer) and np.ndim(x) == 0
+
+
 def check_numbers(numbers: Mapping[str, Any]) -> None:
     """Refuses numbers of a run that are out of the range of their name; a traced one cannot be looked at.
 

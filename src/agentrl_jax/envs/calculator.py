@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from agentrl_jax import bigint, control
 from agentrl_jax import text as tx
 from agentrl_jax.bigint import BigInt
+from agentrl_jax.checks import known
 from agentrl_jax.envs import tool
 from agentrl_jax.envs.base import Environment, EnvSpec, canonical
 from agentrl_jax.expression import Status, evaluate
@@ -29,6 +30,7 @@ from agentrl_jax.types import Array, Text, TimeStep
 
 _OPERATORS = (b"+", b"-", b"*", b"//", b"%")
 _SUB = 1
+_WEIGHTS = ("add", "sub", "mul", "floordiv", "mod")
 _TRIES = 8
 _ASK = b"=?"
 
@@ -127,7 +129,8 @@ def calculator(
     action that is no valid command). An episode that is not answered in ``max_turns`` actions is truncated.
 
     Raises:
-      ValueError: a capacity out of range, too small for the others, or below what ``params`` asks for.
+      ValueError: a capacity out of range, too small for the others, or below what ``params`` asks for; a number of
+        ``params`` out of range (a traced one cannot be looked at).
     """
     sizes = _Sizes(max_turns, max_operators, max_digits, max_depth, max_action)
     params = _default_params(sizes) if params is None else params
@@ -181,9 +184,25 @@ def _check(sizes: _Sizes, params: CalculatorParams) -> None:
     if not (isinstance(sizes.action, int) and sizes.action >= needed):
         raise ValueError(f"calculator: max_action must hold a call of {needed} bytes, got {sizes.action!r}")
     for name in ("operators", "digits", "depth"):
-        wanted, held = getattr(params, f"max_{name}"), getattr(sizes, name)
-        if wanted > held:
-            raise ValueError(f"calculator: params.max_{name}={wanted} exceeds the capacity max_{name}={held}")
+        _check_range(name, params, getattr(sizes, name))
+    for name in ("teacher_wrong", "teacher_guess", *_WEIGHTS, "call_cost", "error_cost"):
+        value = getattr(params, name)
+        high = 1.0 if name.startswith("teacher") else np.inf
+        low = -np.inf if name.endswith("cost") else 0.0
+        if known(value) and not (np.isfinite(value) and low <= value <= high):
+            raise ValueError(f"calculator: params.{name} must be a finite number in [{low:g}, {high:g}], got {value}")
+
+
+def _check_range(name: str, params: CalculatorParams, held: int) -> None:
+    """``least <= min <= max <= capacity``, of the numbers that can be looked at."""
+    high, least = getattr(params, f"max_{name}"), 0 if name == "depth" else 1
+    low = getattr(params, f"min_{name}", least)
+    if known(high) and high > held:
+        raise ValueError(f"calculator: params.max_{name}={high} exceeds the capacity max_{name}={held}")
+    if known(low) and low < least:
+        raise ValueError(f"calculator: params.min_{name} must be at least {least}, got {low}")
+    if known(low) and known(high) and low > high:
+        raise ValueError(f"calculator: params.max_{name} must be at least {low}, got {high}")
 
 
 def _between(u: Array, low: ArrayLike, high: ArrayLike) -> Array:
@@ -233,7 +252,7 @@ def _draw(key: Array, p: CalculatorParams, sizes: _Sizes) -> _Draw:
 
 
 def _pick_operator(u: Array, p: CalculatorParams) -> Array:
-    weight = jnp.maximum(jnp.stack([p.add, p.sub, p.mul, p.floordiv, p.mod]).astype(jnp.float32), 0.0)
+    weight = jnp.maximum(jnp.stack([getattr(p, name) for name in _WEIGHTS]).astype(jnp.float32), 0.0)
     upto = jnp.cumsum(weight)
     index = jnp.sum(upto <= (u * upto[-1])[..., None], axis=-1, dtype=jnp.int32)
     # Rounding may carry u * total to the total itself: never to an operator of weight 0.
