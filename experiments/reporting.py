@@ -23,7 +23,7 @@ def outcome(evaluation: Evaluation) -> dict[str, float]:
     """Flat numbers of an evaluation on the host, ready for a metrics row.
 
     ``success`` is that of the greedy tries, with a Wilson interval over problems; ``pass_k`` is the unbiased estimate
-    from the sampled tries, with a bootstrap interval over problems. Rates, turns and tokens are of the greedy tries;
+    from the sampled tries, with the interval of ``pass_at_k_interval``. Rates, turns and tokens are of the greedy tries;
     ``sampled_*`` of the others.
     """
     solved = np.asarray(evaluation.success) >= SOLVED

@@ -82,6 +82,17 @@ def test_pass_at_k_averages_over_problems():
         pass_at_k_interval([], [], 1)
 
 
+def test_pass_at_k_of_equal_problems_still_has_a_width():
+    """All or none solved: the bootstrap alone would give [1, 1] and [0, 0]."""
+    for k in (1, 2, 4):
+        assert pass_at_k_interval([4] * 20, [4] * 20, k) == wilson(20, 20)
+        assert pass_at_k_interval([4] * 20, [0] * 20, k) == wilson(0, 20)
+        assert pass_at_k_interval(4, 4, k) == wilson(1, 1)
+    assert pass_at_k_interval([2] * 20, [1] * 20, 1) == wilson(10, 20)
+    nearly = pass_at_k_interval([4] * 20, [4] * 19 + [3], 1)
+    assert wilson(19, 20).low < nearly.low < nearly.estimate == 0.9875 < nearly.high < 1
+
+
 def test_iqm():
     assert iqm([0, 1, 2, 3, 4, 5, 6, 1000]) == pytest.approx(3.5)
     x = np.arange(24.0).reshape(8, 3)

@@ -5,7 +5,9 @@ Seeds and problems are the units that are drawn again; samples of one problem ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +37,7 @@ def wilson(successes: int, trials: int, *, confidence: float = 0.95) -> Interval
     _check_confidence(confidence)
     if trials < 1 or not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes of {trials} trials: expected at least 1 trial and 0 to all successes")
-    from scipy.stats import binomtest
-
-    found = binomtest(int(successes), int(trials)).proportion_ci(confidence, method="wilson")
-    return Interval(successes / trials, float(found.low), float(found.high))
+    return _wilson(successes / trials, int(trials), confidence)
 
 
 def pass_at_k(trials: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
@@ -73,10 +72,17 @@ def pass_at_k_interval(
 ) -> Interval:
     """Mean pass@k over problems, with a percentile bootstrap interval that draws problems again.
 
+    For ``k=1``, and where every problem has the same value, so that drawing again would show no uncertainty, Wilson's
+    interval of the mean over that many problems: no value in [0, 1] spreads more than a success or failure does.
+
     Raises:
       ValueError: as ``pass_at_k``, or there is no problem.
     """
-    return bootstrap(np.atleast_1d(pass_at_k(trials, successes, k)), np.mean, confidence=confidence, seed=seed)
+    x = np.atleast_1d(pass_at_k(trials, successes, k))
+    if x.size and (k == 1 or np.all(x == x[0])):
+        _check_confidence(confidence)
+        return _wilson(float(np.mean(x)), x.size, confidence)
+    return bootstrap(x, np.mean, confidence=confidence, seed=seed)
 
 
 def iqm(x: ArrayLike, axis: int | None = None) -> np.ndarray:
@@ -187,6 +193,14 @@ def probability_of_improvement(
     tail = (1 - confidence) / 2
     low, high = np.quantile(drawn, [tail, 1 - tail])
     return Interval(float(wins.mean()), float(low), float(high))
+
+
+def _wilson(rate: float, trials: int, confidence: float) -> Interval:
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    middle, scale = rate + z**2 / (2 * trials), 1 + z**2 / trials
+    half = z * math.sqrt(rate * (1 - rate) / trials + (z / (2 * trials)) ** 2)
+    low = 0.0 if rate == 0 else (middle - half) / scale  # Rounding would leave a residue.
+    return Interval(rate, low, 1.0 if rate == 1 else (middle + half) / scale)
 
 
 def _pass_at_k(n: int, c: int, k: int) -> float:
