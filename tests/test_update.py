@@ -286,6 +286,27 @@ def test_a_gradient_that_is_not_finite_is_refused_and_counted(bad):
     assert int(again.updates) == 2 and np.all(np.isfinite(again.params["policy"]["w"]))
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_grad_norm"])
+def test_a_number_that_is_not_finite_reaches_no_parameter(name):
+    p = {"w": jnp.ones(2), "v": jnp.ones((2, 2))}
+    state = start(algorithms.reinforce(), UpdateConfig(), p)
+    state = state._replace(hyper=state.hyper._replace(**{name: jnp.float32(jnp.nan)}))
+    after, metrics = update.apply(UpdateConfig(), state, {"policy": p})
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (after.params, after.opt_state))
+    assert int(after.skipped) == 1 and metrics["skipped_updates"] == (1, 1)
+
+
+def test_without_a_view_called_policy_the_old_log_probabilities_stay():
+    views = {"own": scoring.View()}
+    algorithm = algorithms.grpo()._replace(
+        views=views,
+        loss=lambda scores, b, h: (jnp.sum(scores["own"].logp), {"old": metrics_lib.scalar(b.logp_old[0, 0])}),
+    )
+    b = batch(trajectory(np.ones((2, 2))))._replace(adv=jnp.ones((2, 2)))
+    _, _, metrics = update.gradient(algorithm, linear, {"policy": {"w": jnp.ones(2)}}, b, {}, single=True)
+    assert metrics["old"][0] == b.logp_old[0, 0]
+
+
 # Minibatches
 
 

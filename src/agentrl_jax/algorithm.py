@@ -113,7 +113,8 @@ class Algorithm(NamedTuple):
         (groups of two or more), ``group`` (likewise, for statistics).
       init: ``(key) -> memory``.
       collect: ``(memory, Tools, hyper, key) -> (memory, Trajectory)``.
-      views: what is scored under gradient, by name.
+      views: what is scored under gradient, by name. When a step makes a single update ``Batch.logp_old`` is taken from
+        the view called ``policy``; where there is none, ``prepare`` must score it (``score_policy(always=True)``).
       finish: ``(TrainState, Metrics, hyper) -> TrainState``.
     """
 

@@ -107,7 +107,7 @@ def gradient(
 
     def loss(trained: dict[str, PyTree], batch: Batch) -> tuple[Array, Metrics]:
         scores = {name: score({**params, **trained}, name, batch) for name in algorithm.views}
-        if single:
+        if single and "policy" in scores:
             batch = batch._replace(logp_old=jax.lax.stop_gradient(scores["policy"].logp))
         return algorithm.loss(scores, batch, hyper)
 
@@ -139,13 +139,14 @@ def gradient(
 
 
 def apply(config: UpdateConfig, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
-    """One optimiser update from the whole minibatch's gradient; refused, and counted, where it is not finite."""
+    """One optimiser update from the whole minibatch's gradient; refused, and counted, where it or a number of the run
+    is not finite."""
     hyper, names = state.hyper, tuple(grads)
     norm = optax.tree.norm(grads)
-    fine = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, hyper.max_grad_norm / jnp.maximum(norm, 1e-12))
-    grads = jax.tree.map(lambda g: jnp.where(fine, g * scale, 0.0).astype(g.dtype), grads)
     rate = learning_rate(config, hyper, state.updates)
+    fine = jnp.all(jnp.isfinite(jnp.stack([norm, scale, rate, hyper.weight_decay])))
+    grads = jax.tree.map(lambda g: jnp.where(fine, g * scale, 0.0).astype(g.dtype), grads)
     trained = {name: state.params[name] for name in names}
     delta, opt_state = direction(config).update(grads, state.opt_state, trained)
 
