@@ -43,7 +43,10 @@ def trajectory(mask, *, reward=None, group=None, segments=1, truncated=None, exp
         parent=whole(np.full(count, -1)),
         branch=whole(np.full(count, -1)),
         temperature=jnp.ones(count),
-        steps={"played": jnp.ones((count, turns), bool)},
+        steps={
+            "played": jnp.ones((count, turns), bool),
+            "reward": jnp.zeros((count, turns)).at[:, 0].set(jnp.sum(grid(reward, jnp.float32), axis=1)),
+        },
     )
 
 

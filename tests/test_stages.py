@@ -128,6 +128,14 @@ def test_the_baseline_is_a_running_mean_of_the_past():
     assert float(memory[0] / memory[1]) == pytest.approx((0.25 + 0.125) / 0.875)
 
 
+@pytest.mark.parametrize("reward, lengths", [(np.nan, 2), (np.inf, 2), (5.0, 0)])
+def test_the_baseline_forgets_nothing_for_what_is_no_return(reward, lengths):
+    memory = (jnp.float32(0.3), jnp.float32(0.6))
+    traj = trajectory(np.arange(2)[None] < lengths, reward=[[0, reward]])
+    after, _, metrics = apply(stages.return_to_go("ema"), scoring.as_batch(traj), tools(traj), memory)
+    assert after == memory and metrics["baseline"][0] == 0.5
+
+
 def test_without_a_baseline_the_advantage_is_the_return_to_go():
     traj = trajectory([[0, 1, 0, 1]], reward=[[0, 1, 0, 2]])
     _, out, _ = apply(stages.return_to_go("none"), scoring.as_batch(traj), tools(traj))
@@ -148,9 +156,25 @@ def test_groups_follow_their_ids_and_rows_not_played_do_not_count():
     assert metrics["zero_variance"] == (0, 1)
 
 
+def test_a_start_may_make_more_groups_than_equal_ones():
+    """Four groups of one to three where equal groups would be two: every one of them is told apart."""
+    group, reward = (3, 3, 0, 0, 0, 1, 2, 2), np.asarray([[1.0], [0], [1], [0], [0], [1], [4], [4]])
+    traj = trajectory(np.ones((8, 1)), reward=reward, group=group)
+    stage = stages.group_advantage(groups.leave_one_out)
+    _, out, metrics = apply(stage, scoring.as_batch(traj), tools(traj, groups=2))
+    np.testing.assert_allclose(out.adv[:, 0], [1, -1, 1, -0.5, -0.5, 0, 0, 0], atol=1e-6)
+    assert metrics["zero_variance"] == (2, 4)
+
+
+def test_a_penalty_in_the_reward_hides_no_group_of_equals():
+    traj = trajectory(np.ones((2, 2)), reward=[[0, 1.0]] * 2)
+    shaped = traj._replace(reward=traj.reward - jnp.asarray([[0.1, 0.2], [0.3, 0.4]]))
+    _, out, metrics = apply(stages.group_advantage(groups.leave_one_out), scoring.as_batch(shaped), tools(traj))
+    assert metrics["zero_variance"] == (1, 1) and out.adv.any()
+
+
 def test_a_group_of_equals_teaches_nothing():
-    traj = trajectory(masks((T,) * 4, T), reward=np.full((4, T), 0.1) * masks((T,) * 4, T))
-    traj = traj._replace(reward=traj.reward.at[:].set(0).at[:, -1].set(0.3))
+    traj = trajectory(masks((T,) * 4, T), reward=np.full((4, T), 0.3) * (np.arange(T) == T - 1))
     algorithm = algorithms.grpo()
     hyper = {k: jnp.float32(v) for k, v in algorithm.hyper.items()}
     _, b, metrics = algorithm.prepare((), traj, tools(traj), hyper, KEY)
@@ -263,6 +287,8 @@ def test_pairs_hold_all_rows_of_an_episode():
 def test_episodes_not_played_are_in_no_pair():
     b, metrics = pairs([9, 1, 2, 7], [0, 0, 0, 1], 2, played=[0, 1, 1, 1])
     assert chosen(b) == {(2, 1)} and metrics["pairs_kept"] == (1, 2)
+    b, metrics = pairs([0, 1, 2, 3, 4, 5], [0, 0, 1, 1, 2, 2], 2)
+    assert chosen(b) == {(1, 0), (3, 2)} and metrics["pairs_kept"] == (2, 3)  # A third group, and room for two pairs.
     none, _ = pairs([9, 1], [0, 0], 1, played=[0, 0])
     assert not none.mask.any()
 

@@ -78,14 +78,20 @@ def group_advantage(estimator: Callable[..., Array], **options: Any) -> Stage:
     ) -> tuple[PyTree, Batch, Metrics]:
         del hyper, key
         ret, group, played = episodes(batch, tools)
-        adv = estimator(ret, group, tools.groups, where=played, **options)
-        return memory, _broadcast(batch, adv, tools), zero_variance(ret, group, played, tools.groups)
+        # As many groups as episodes, at most: `Start.group` may make more of them than equal groups would be.
+        adv = estimator(ret, group, tools.episodes, where=played, **options)
+        return memory, _broadcast(batch, adv, tools), zero_variance(batch, tools)
 
     return stage
 
 
-def zero_variance(ret: Array, group: Array, played: Array, num_groups: int) -> Metrics:
-    """Share of groups whose returns are all equal: they teach a group-relative method nothing."""
+def zero_variance(batch: Batch, tools: Tools) -> Metrics:
+    """Share of groups that the environment pays all alike: they teach a group-relative method nothing.
+
+    Its own reward counts, whatever stages made of ``traj.reward``: a penalty differs within any group.
+    """
+    _, group, played = episodes(batch, tools)
+    ret, num_groups = jnp.sum(sequences(batch.traj.steps["reward"], tools), axis=1), tools.episodes
     who = groups.members(group, num_groups, played)
     spread = groups.group_sum(groups.above_lowest(ret, who, num_groups), who, num_groups)
     counted = groups.group_sum(jnp.ones_like(ret), who, num_groups)
@@ -121,7 +127,10 @@ def return_to_go(baseline: str = "ema", decay: float = 0.9) -> Stage:
         mean, weight = memory
         value = jnp.where(weight > 0, mean / jnp.maximum(weight, 1e-8), 0.0)
         now = masked.masked_mean(total, played)
-        memory = (decay * mean + (1 - decay) * now, decay * weight + (1 - decay))
+        new = (decay * mean + (1 - decay) * now, decay * weight + (1 - decay))
+        # A return that is not a number would never leave the mean again, and nothing played is no return of 0.
+        keep = jnp.isfinite(now) & jnp.any(played)
+        memory = jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, memory)
         adv = jnp.where(batch.mask, ret.reshape(batch.adv.shape) - value, 0.0)
         return memory, batch._replace(adv=adv), {"baseline": metrics_lib.scalar(value)}
 
@@ -235,7 +244,8 @@ def whiten(ddof: float = 1) -> Stage:
 def best_against_worst() -> Stage:
     """Pairs for preference losses: each group's best and worst episode, ``[P, 2, segments, T]``; ties are dropped.
 
-    A group whose returns are all equal expresses no preference: its mask is cleared.
+    A group whose returns are all equal expresses no preference: its mask is cleared. There are as many pairs as equal
+    groups would be (``Tools.groups``); groups of a ``Start`` beyond these give no pair, and count in ``pairs_kept``.
     """
 
     def stage(
@@ -243,7 +253,8 @@ def best_against_worst() -> Stage:
     ) -> tuple[PyTree, Batch, Metrics]:
         del hyper, key
         ret, group, played = episodes(batch, tools)
-        member = (group == jnp.arange(tools.groups, dtype=group.dtype)[:, None]) & played
+        every = (group == jnp.arange(tools.episodes, dtype=group.dtype)[:, None]) & played
+        member, beyond = every[: tools.groups], jnp.any(every[tools.groups :], axis=1)
         best = jnp.argmax(jnp.where(member, ret, -jnp.inf), axis=1)
         worst = jnp.argmin(jnp.where(member, ret, jnp.inf), axis=1)
         kept = jnp.any(member, axis=1) & (ret[best] > ret[worst])
@@ -251,7 +262,8 @@ def best_against_worst() -> Stage:
         rows = pair[..., None] * tools.segments + jnp.arange(tools.segments, dtype=pair.dtype)
         pairs = jax.tree.map(lambda x: x[rows], batch)
         mask = pairs.mask & kept[:, None, None, None]
-        metrics = {"pairs_kept": metrics_lib.masked(kept.astype(jnp.float32), jnp.ones_like(kept))}
-        return memory, pairs._replace(mask=mask), metrics | zero_variance(ret, group, played, tools.groups)
+        total, count = metrics_lib.masked(kept.astype(jnp.float32), jnp.ones_like(kept))
+        metrics = {"pairs_kept": (total, count + jnp.sum(beyond, dtype=jnp.float32))}
+        return memory, pairs._replace(mask=mask), metrics | zero_variance(batch, tools)
 
     return stage
