@@ -147,7 +147,7 @@ def run(values: flags.FlagValues) -> int:
         print(note)
     programs.use_cache(values.compile_cache)
     found = play(chosen, values)
-    numbers = reporting.outcome(found)
+    numbers = reporting.outcome(found, chosen.setup.test.spec.members)
     style = "ansi" if sys.stdout.isatty() else "text"
     for text in reporting.episodes(found, chosen.setup.codec, values.transcripts, style=style):
         print(text)

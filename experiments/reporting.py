@@ -19,12 +19,12 @@ SOLVED = 0.999  # Success is 0 or 1 where an environment reports it, else a retu
 _SECTION = "=== step "
 
 
-def outcome(evaluation: Evaluation) -> dict[str, float]:
+def outcome(evaluation: Evaluation, members: Sequence[str] = ()) -> dict[str, float]:
     """Flat numbers of an evaluation on the host, ready for a metrics row.
 
-    ``success`` is that of the greedy tries, with a Wilson interval over problems; ``pass_k`` is the unbiased estimate
-    from the sampled tries, with the interval of ``pass_at_k_interval``. Rates, turns and tokens are of the greedy tries;
-    ``sampled_*`` of the others.
+    ``success`` is that of the greedy tries, with a Wilson interval over problems, and ``success_NAME`` the same of the
+    problems that each of the ``members`` of a mixture played; ``pass_k`` is the unbiased estimate from the sampled
+    tries, with its interval. Rates, turns and tokens are of the greedy tries; ``sampled_*`` of the others.
     """
     solved = np.asarray(evaluation.success) >= SOLVED
     problems, tries = solved.shape
@@ -32,6 +32,9 @@ def outcome(evaluation: Evaluation) -> dict[str, float]:
     found = {"problems": problems, "samples": tries - 1} | _spread("success", greedy)
     for k in range(1, tries):
         found |= _spread(f"pass_{k}", pass_at_k_interval(tries - 1, solved[:, 1:].sum(1), k))
+    for i, name in enumerate(members):
+        mine = solved[np.asarray(evaluation.member)[:, 0] == i, 0]
+        found |= _spread(f"success_{name}", wilson(int(mine.sum()), len(mine))) if len(mine) else {}
     for prefix, columns in (("", slice(0, 1)), ("sampled_", slice(1, None))):
         found |= {f"{prefix}{name}": value for name, value in _means(evaluation, columns, tries).items()}
     return {name: float(value) for name, value in found.items()}
@@ -78,6 +81,9 @@ def table(columns: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [("success, greedy", [share(numbers, "success") for numbers in columns.values()])]
     for k in range(1, samples + 1):
         rows.append((f"pass@{k}, sampled", [share(numbers, f"pass_{k}") for numbers in columns.values()]))
+    for name in dict.fromkeys(n for numbers in columns.values() for n in numbers if n.startswith("success_")):
+        if not name.endswith(("_low", "_high")):
+            rows.append((f"  {name.removeprefix('success_')}", [share(numbers, name) for numbers in columns.values()]))
     for label, name, form in _LINES:
         if any(name in numbers for numbers in columns.values()):
             rows.append((label, [_spell(numbers, name, form) for numbers in columns.values()]))

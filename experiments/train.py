@@ -231,7 +231,7 @@ class Trainer:
         program = self._program("evaluate")
         clock, chosen = time.monotonic(), self.settings
         found = self.last_evaluation = jax.device_get(self._play(program))
-        numbers = reporting.outcome(found)
+        numbers = reporting.outcome(found, self.setup.test.spec.members)
         title = f"({phase.name}), held-out tasks, sampled at temperature {chosen.temperature:g}"
         texts = reporting.episodes(found, self.setup.codec, chosen.transcripts)
         reporting.add_transcripts(self.directory / TRANSCRIPTS, self.step, title, texts)

@@ -5,11 +5,15 @@ import functools
 import jax
 import numpy as np
 import pytest
+from batches import trajectory
 from rollout_oracle import Talk, talk
 from tiny import CODEC, POLICY, biased, jit
 
-from agentrl_jax import make_evaluate
+from agentrl_jax import envs, make_evaluate
 from agentrl_jax.envs import canonical_params
+from agentrl_jax.evaluate import summarize
+from agentrl_jax.metrics import finalize
+from agentrl_jax.train import rollout_metrics
 
 P, K = 5, 3
 
@@ -51,6 +55,31 @@ def test_greedy_tries_do_not_depend_on_the_temperature_and_sampled_ones_do():
     frozen = first(run(temperature=0.0, prompt=3, end=0.0, cut=0.0, restart=0.0, reply=0))
     before_the_environment_speaks = frozen[..., 0, :8]
     assert np.all(before_the_environment_speaks == before_the_environment_speaks[:, :1])
+
+
+def mixed_rows():
+    """Four episodes of two tries: members 0, 0, 1, 1 with 1, 2, 2 and no turns; the second and third succeed."""
+    traj = trajectory([[0, 1]] * 4, reward=[[0, 0], [0, 1], [0, 1], [0, 0]])
+    played = np.array([[1, 0], [1, 1], [1, 1], [0, 0]], bool)
+    env = np.array([0, 0, 1, 1])[:, None] * played
+    steps = {"played": played, "env": env, "cut": played & False, "success": np.array([[0, 0], [0, 1], [0, 1], [0, 0]])}
+    return traj._replace(steps=steps)
+
+
+def test_a_mixture_reports_the_success_of_every_member_and_no_sum_of_indices():
+    found = finalize(rollout_metrics(mixed_rows(), members=("a", "b")))
+    assert "env" not in found
+    assert [float(found[name]) for name in ("success", "success_a", "success_b")] == [0.5, 0.5, 1.0]
+    out = summarize(mixed_rows(), 2, 2, mixed=True)
+    assert "env" not in out.info and out.member.tolist() == [[0, 0], [1, -1]]
+    assert "env" in summarize(mixed_rows(), 2, 2).info and "env" in rollout_metrics(mixed_rows())
+
+
+def test_a_mixture_names_its_members():
+    guess = envs.make("guess")
+    both = envs.mixture((guess, envs.make("probe_observation"), guess))
+    assert both.spec.members == ("guess", "probe_observation", "guess.2") and guess.spec.members == ()
+    assert envs.held_out(both, "train", 0.1).spec.members == both.spec.members
 
 
 def test_what_makes_no_evaluation_is_refused():

@@ -314,6 +314,20 @@ def test_outcome_golden():
     assert "pass@4, sampled" in reporting.table({"a": found, "b": {}})
 
 
+def test_outcome_of_a_mixture_names_its_members():
+    solved = np.array([[1, 1], [0, 1], [1, 0]], np.float32)
+
+    class Rows:
+        truncated = np.zeros(6, bool)
+
+    member = np.array([[0, 0], [0, 0], [1, 1]])
+    found = reporting.outcome(Evaluation(*[solved] * 5, {}, Rows, member), ("one", "two", "three"))
+    assert (found["success_one"], found["success_two"]) == (0.5, 1.0) and found["success_two_low"] < 0.3
+    assert "success_three" not in found
+    lines = reporting.table({"a": found}).splitlines()
+    assert [line.split()[0] for line in lines[3:5]] == ["one", "two"] and "50.0 % [" in lines[3]
+
+
 def test_switches_are_words_or_literals():
     found = settings_lib.pairs("option", ("a=no", "b=True", "c=YES", "d=none", "e=None", "f=1e-3", "g=false"))
     assert found == {"a": False, "b": True, "c": True, "d": "none", "e": None, "f": 1e-3, "g": False}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment
+from agentrl_jax.envs.mixture import played_member
 from agentrl_jax.policy import Policy
 from agentrl_jax.rollout import rollout
 from agentrl_jax.types import Array, PyTree, Start, Trajectory
@@ -24,6 +25,7 @@ class Evaluation(NamedTuple):
       turns, length, written: ``float32[P, 1 + k]``, actions, tokens, and tokens written by the agent.
       info: every ``TimeStep.info`` name summed over turns, ``float32[P, 1 + k]``.
       trajectory: the rows, problem-major.
+      member: ``int32[P, 1 + k]``, the member of a mixture that was played (-1: no action was); None elsewhere.
     """
 
     success: Array
@@ -33,6 +35,7 @@ class Evaluation(NamedTuple):
     written: Array
     info: dict[str, Array]
     trajectory: Trajectory
+    member: Array | None = None
 
 
 def make_evaluate(
@@ -67,19 +70,22 @@ def make_evaluate(
         traj = rollout(
             policy, codec, env, params, key, episodes=episodes, slots=min(slots or episodes, episodes),
             max_tokens=max_tokens, group_size=tries, env_params=env_params, segments=segments,
-            start=Start(temperature=jnp.where(greedy, 0.0, temperature)), chunk=chunk, feed_rows=feed_rows, env_rows=env_rows,
+            start=Start(temperature=jnp.where(greedy, 0.0, temperature)), chunk=chunk, feed_rows=feed_rows,
+            env_rows=env_rows,
         )  # fmt: skip
-        return summarize(traj, problems, tries)
+        return summarize(traj, problems, tries, mixed=bool(env.spec.members))
 
     return evaluate
 
 
-def summarize(traj: Trajectory, problems: int, tries: int) -> Evaluation:
-    """Per-episode outcomes of a rollout of ``problems * tries`` episodes."""
+def summarize(traj: Trajectory, problems: int, tries: int, *, mixed: bool = False) -> Evaluation:
+    """Per-episode outcomes of a rollout of ``problems * tries`` episodes; ``mixed``: of a mixture of environments."""
     total = lambda x: jnp.sum(x.reshape(problems * tries, -1).astype(jnp.float32), axis=1).reshape(problems, tries)  # noqa: E731
-    info = {k: total(v) for k, v in traj.steps.items() if k not in ("played", "anchor", "cut", "reward")}
+    skip = ("played", "anchor", "cut", "reward", *(("env",) if mixed else ()))
+    info = {k: total(v) for k, v in traj.steps.items() if k not in skip}
+    member = played_member(traj.steps, problems * tries).reshape(problems, tries) if mixed else None
     reward = total(traj.reward)
     success = jnp.clip(info.get("success", reward), 0.0, 1.0)
     return Evaluation(
-        success, reward, total(traj.steps["played"]), total(traj.length), total(traj.mask), info, traj
+        success, reward, total(traj.steps["played"]), total(traj.length), total(traj.mask), info, traj, member
     )  # fmt: skip

@@ -19,6 +19,7 @@ from agentrl_jax.algorithm import Algorithm, Hyper, Tools, TrainState, start_for
 from agentrl_jax.checks import check_numbers
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment, canonical_params
+from agentrl_jax.envs.mixture import played_member
 from agentrl_jax.policy import Policy
 from agentrl_jax.rollout import rollout as play
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Start, Trajectory
@@ -173,7 +174,7 @@ def make_step(
             algorithm, config.update, score, state, batch, update_key, segments=config.segments, single=tools.single,
             differentiate=differentiate,
         )  # fmt: skip
-        metrics = metrics_lib.merge(metrics_lib.merge(rollout_metrics(traj, config.segments), prepared), updated)
+        metrics = metrics_lib.merge(metrics_lib.merge(rollout_metrics(traj, config.segments, env.spec.members), prepared), updated)
         state = algorithm.finish(state, metrics, state.hyper.algorithm)
         return state._replace(step=state.step + 1), metrics
 
@@ -218,9 +219,11 @@ def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState
     )  # fmt: skip
 
 
-def rollout_metrics(traj: Trajectory, segments: int = 1) -> Metrics:
-    """What episodes were like: reward, every ``info`` name summed over turns, turns, tokens, truncation, cut
-    actions."""
+def rollout_metrics(traj: Trajectory, segments: int = 1, members: tuple[str, ...] = ()) -> Metrics:
+    """What episodes were like: reward, every ``info`` name summed over turns, turns, tokens, truncation, cut actions.
+
+    With the ``members`` of a mixture ``success_NAME`` is the success (or return) of the episodes that played each.
+    """
     rows = traj.length > 0
     first = rows[::segments]
     per_episode = lambda x: jnp.sum(x.reshape(first.shape[0], -1).astype(jnp.float32), axis=1)  # noqa: E731
@@ -240,7 +243,10 @@ def rollout_metrics(traj: Trajectory, segments: int = 1) -> Metrics:
     }
     if "tool_calls" in traj.steps:
         out["tool_rate"] = metrics_lib.masked((per_episode(traj.steps["tool_calls"]) > 0).astype(jnp.float32), first)
-    skip = ("reward", "played", "cut", "anchor")
+    if members:
+        success, member = per_episode(traj.steps.get("success", traj.reward)), played_member(traj.steps, first.shape[0])
+        out |= {f"success_{name}": metrics_lib.masked(success, member == i) for i, name in enumerate(members)}
+    skip = ("reward", "played", "cut", "anchor", *(("env",) if members else ()))
     return out | {k: metrics_lib.masked(per_episode(v), first) for k, v in traj.steps.items() if k not in skip}
 
 

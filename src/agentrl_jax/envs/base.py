@@ -24,6 +24,7 @@ class EnvSpec(NamedTuple):
         ``"success"`` (float32, 1 when the task was solved) is what evaluation reports, when it is there.
       cut_action: what happens to an action cut by its budget: ``"deliver"`` it to ``step`` as it stands, or
         ``"end"`` the episode as truncated without calling ``step``.
+      members: names of the environments of a mixture, whose ``info["env"]`` is an index into them; else empty.
     """
 
     max_observation: int
@@ -32,6 +33,7 @@ class EnvSpec(NamedTuple):
     roles: int = 1
     info: tuple[tuple[str, str], ...] = (("success", "float32"),)
     cut_action: str = "deliver"
+    members: tuple[str, ...] = ()
 
 
 class Environment(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -35,7 +35,8 @@ class MixtureState(NamedTuple):
 def mixture(envs: Sequence[Environment], weights: Sequence[float] | None = None) -> Environment:
     """Draws one of ``envs`` at reset, with probability proportional to ``params.weights`` (traced), and plays it.
 
-    ``info["env"]`` is the member's index (int32), the other info names are the union (0 where a member has none).
+    ``info["env"]`` is the member's index (int32) into ``spec.members``, their names; the other info names are the
+    union (0 where a member has none). Training and evaluation report the success of every member by name.
     Members are stepped by a chain of guarded branches: one that no row of the batch plays costs nothing. A member
     with fewer turns than the longest is cut at its own limit; actions are cut to the member's ``max_action``.
     ``expert`` exists where every member has one.
@@ -73,7 +74,21 @@ def _mixture_spec(envs: tuple[Environment, ...]) -> EnvSpec:
         roles=specs[0].roles,
         info=tuple(info.items()),
         cut_action=specs[0].cut_action,
+        members=_distinct([env.name for env in envs]),
     )
+
+
+def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """The names; ``.2``, ``.3``, ... follows one that stood before."""
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return tuple(name if count == 1 else f"{name}.{count}" for name, count in zip(names, counts, strict=True))
+
+
+def played_member(steps: Mapping[str, Array], episodes: int) -> Array:
+    """Member of a mixture that each episode played, from ``Trajectory.steps``: ``int32[episodes]``, -1 for one that
+    was cut before its first action."""
+    index = jnp.where(steps["played"], steps["env"], -1)
+    return jnp.max(index.reshape(episodes, -1), axis=1)
 
 
 def _chain(index: Array, members: Sequence[Callable[[], PyTree]], default: PyTree) -> PyTree:
