@@ -12,7 +12,9 @@ FOLDER = Path(__file__).parent.parent / "colab"
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     notebook = nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path_factory.mktemp("colab"))}})
+    client = NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(tmp_path_factory.mktemp("colab"))}}
+    )
     return client.execute()
 
 

@@ -170,8 +170,8 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class Progress:
     """A live display on a terminal, and a plain line every ``every`` steps elsewhere.
 
-    It shows phase, steps and time left, and of the metrics ``loss``, ``reward``, ``success``, ``tool_rate``, ``tool_calls``,
-    ``entropy``, ``kl`` (or ``kl_old``) and ``tokens_per_second`` those that there are.
+    It shows phase, steps and time left, and of the metrics ``loss``, ``reward``, ``success``, ``tool_rate``,
+    ``tool_calls``, ``entropy``, ``kl`` (or ``kl_old``) and ``tokens_per_second`` those that there are.
     Nothing a metric does stops training: one that is missing, not a number or not finite is shown as ``-``.
 
     Args:
