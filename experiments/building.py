@@ -28,7 +28,7 @@ from agentrl_jax.update import UpdateConfig
 SUPERVISED, RL = "supervised", "rl"
 # Where an environment is better served by something else than the general rule.
 MAX_TOKENS = {"calculator": 80}
-ENV_PARAMS = {"calculator": {"teacher_wrong": 0.4, "teacher_guess": 0.4}}
+ENV_PARAMS = {"calculator": {"teacher_wrong": 0.4, "teacher_guess": 0.3}}
 # So many distinct tasks at any difficulty that counting them would only cost time.
 PLENTY = ("calculator",)
 CALLS = {SUPERVISED: 10, RL: 1}
@@ -250,14 +250,14 @@ def _round_up(tokens: int) -> int:
 
 
 def _phases(settings: Settings, algorithm: Algorithm, max_tokens: int, env: Environment) -> Iterator[Phase]:
-    widths = tuple(_whole("widths", text) for text in settings.widths)
+    widths = tuple(_whole("widths", text) for text in settings.widths) or _widths(max_tokens)
     sizes = {"max_tokens": max_tokens, "segments": settings.segments}
     slots = settings.slots or None
     if settings.supervised_steps:
         episodes, steps = settings.supervised_episodes, settings.supervised_steps
         structure = UpdateConfig(
-            microbatches=settings.supervised_microbatches, widths=widths, schedule=settings.supervised_schedule,
-            optimizer=settings.optimizer,
+            microbatches=settings.supervised_microbatches or _pieces(episodes), widths=widths,
+            schedule=settings.supervised_schedule, optimizer=settings.optimizer,
         )  # fmt: skip
         config = TrainConfig(episodes, 1, slots and min(slots, episodes), update=structure, **sizes)
         numbers = {
@@ -268,9 +268,11 @@ def _phases(settings: Settings, algorithm: Algorithm, max_tokens: int, env: Envi
             SUPERVISED, algorithms.make("behavior_cloning"), config, numbers, 0, steps, min(CALLS[SUPERVISED], steps)
         )
     if settings.steps:
+        units = settings.episodes // settings.group_size if "pairs" in algorithm.needs else settings.episodes
         structure = UpdateConfig(
-            settings.epochs, settings.minibatches, settings.microbatches, widths, settings.schedule, settings.optimizer
-        )
+            settings.epochs, settings.minibatches, settings.microbatches or _pieces(units // settings.minibatches),
+            widths, settings.schedule, settings.optimizer,
+        )  # fmt: skip
         config = TrainConfig(settings.episodes, settings.group_size, slots, update=structure, **sizes)
         left_out = _own_numbers(settings.algorithm) - set(algorithm.hyper)
         numbers = {k: v for k, v in _numbers(settings).items() if k not in left_out} | {
@@ -279,6 +281,15 @@ def _phases(settings: Settings, algorithm: Algorithm, max_tokens: int, env: Envi
         }  # fmt: skip
         first = settings.supervised_steps
         yield Phase(RL, algorithm, config, numbers, first, first + settings.steps, CALLS[RL])
+
+
+def _widths(max_tokens: int) -> tuple[int, ...]:
+    """Half and about three quarters of a row: most episodes are shorter than the longest."""
+    return max_tokens // 16 * 8, max_tokens * 3 // 32 * 8
+
+
+def _pieces(units: int) -> int:
+    return 2 if units > 0 and units % 2 == 0 else 1
 
 
 def _check_phase(phase: Phase, policy: Policy, codec: Codec, env: Environment) -> None:

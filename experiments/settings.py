@@ -43,7 +43,7 @@ class Settings:
         False, "Go on with the run --name from its newest checkpoint, with its own settings; or start it."
     )
 
-    supervised_steps: int = _flag(300, "Steps of the cold start on the environment's scripted teacher; 0: none.", low=0)
+    supervised_steps: int = _flag(500, "Steps of the cold start on the environment's scripted teacher; 0: none.", low=0)
     steps: int = _flag(40, "Steps of the RL phase; 0: none.", low=0)
     supervised_episodes: int = _flag(64, "Episodes of a supervised step.", low=1)
     episodes: int = _flag(128, "Episodes of an RL step, a multiple of --group_size.", low=1)
@@ -65,18 +65,20 @@ class Settings:
     )
     dtype: str = _flag("float32", "Of activations and cache; parameters stay float32.", choices=DTYPES)
 
-    supervised_learning_rate: float = _flag(3e-3, "Peak step size of the cold start.", low=0.0)
+    supervised_learning_rate: float = _flag(4e-3, "Peak step size of the cold start.", low=0.0)
     supervised_warmup: int = _flag(20, "Updates of its linear warm-up.", low=0)
     supervised_schedule: str = _flag("cosine", "Its schedule after the warm-up.", choices=SCHEDULES)
-    learning_rate: float = _flag(1e-4, "Peak step size of RL.", low=0.0)
-    warmup: int = _flag(0, "Updates of its linear warm-up.", low=0)
-    schedule: str = _flag("constant", "Its schedule after the warm-up.", choices=SCHEDULES)
+    learning_rate: float = _flag(2e-4, "Peak step size of RL.", low=0.0)
+    warmup: int = _flag(3, "Updates of its linear warm-up.", low=0)
+    schedule: str = _flag("linear", "Its schedule after the warm-up.", choices=SCHEDULES)
     epochs: int = _flag(1, "Passes of RL over the episodes of a step.", low=1)
     minibatches: int = _flag(1, "Optimiser updates a pass.", low=1)
-    microbatches: int = _flag(1, "Pieces in which a gradient is computed, rows sorted by length; exact.", low=1)
-    supervised_microbatches: int = _flag(1, "The same for the cold start.", low=1)
+    microbatches: int = _flag(
+        0, "Pieces in which a gradient is computed, rows sorted by length; exact. 0: two, where that divides.", low=0
+    )
+    supervised_microbatches: int = _flag(0, "The same for the cold start.", low=0)
     widths: tuple[str, ...] = _flag(
-        (), "Tokens: a static width below --max_tokens at which a piece may be computed. Repeatable."
+        (), "Tokens: a static width below --max_tokens at which a piece may be computed. Repeatable. Default: two."
     )
     optimizer: str = _flag("adam", "Of both phases.", choices=("adam", "sgd"))
 
