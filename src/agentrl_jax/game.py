@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from agentrl_jax import stream
 from agentrl_jax.codecs.base import Codec
@@ -172,7 +173,7 @@ def _check_temperature(name: str, value: Array | float | None) -> None:
 
 def _concrete(x: Any) -> np.ndarray | None:
     """``x`` as a NumPy array; None where it is absent, traced, or partly on other hosts."""
-    if x is None or isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+    if x is None or isinstance(x, Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
