@@ -13,12 +13,14 @@ from agentrl_jax import (
     TrainConfig,
     UpdateConfig,
     algorithms,
+    codecs,
     envs,
     groups,
     make_hyper,
     make_init,
     make_step,
     objectives,
+    scoring,
     stages,
     train,
 )
@@ -113,12 +115,41 @@ def config(**fields):
         ("online_dpo", {"minibatches": 4}, "2 units do not split into 4 minibatches"),
         ("reinforce", {"schedule": "step"}, "schedule must be constant, linear or cosine, got 'step'"),
         ("reinforce", {"optimizer": "lion"}, "optimizer must be adam or sgd, got 'lion'"),
+        ("reinforce", {"epochs": 2}, "reinforce does not correct for a policy that has moved.* got 2 and 1"),
+        ("rloo", {"minibatches": 2}, "rloo does not correct for a policy that has moved.* got 1 and 2"),
+        ("grpo", {"widths": (-4, 6)}, r"widths must be in \[1, max_tokens = 8\], got \(-4, 6\)"),
+        ("grpo", {"widths": (500,)}, r"widths must be in \[1, max_tokens = 8\], got \(500,\)"),
+        ("grpo", {"vocab_chunk": 0}, "vocab_chunk must be at least 1, got 0"),
+        ("grpo", {"chunk": 0}, "chunk must be at least 1, got 0"),
+        ("grpo", {"max_tokens": 4}, "max_tokens must be at least 5, an empty prompt and one byte of action, got 4"),
     ],
 )
 def test_structure_that_cannot_work_is_refused_before_anything_compiles(name, change, message):
     for make in (make_init, make_step):
         with pytest.raises(ValueError, match=message):
             make(POLICY, CODEC, ENV, algorithms.make(name), config(**change))
+
+
+def test_unknown_needs_and_models_are_refused():
+    odd = algorithms.grpo()._replace(needs=frozenset({"group", "tutor"}))
+    with pytest.raises(ValueError, match=r"grpo needs \['tutor'\], which nothing provides; known: critic, expert"):
+        make_init(POLICY, CODEC, ENV, odd, config())
+    odd = algorithms.grpo()._replace(views={"policy": scoring.View(), "old": scoring.View("reference")})
+    with pytest.raises(ValueError, match="grpo: the view 'old' asks for the model 'reference'; there is: policy"):
+        make_step(POLICY, CODEC, ENV, odd, config())
+    train.check(POLICY, CODEC, ENV, odd._replace(needs=frozenset({"reference"})), config())
+
+
+def test_a_policy_of_another_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="the policy has 264 logits, and the codec 'byte' has 272 ids"):
+        make_init(POLICY, codecs.byte(272), ENV, algorithms.grpo(), config())
+
+
+@pytest.mark.parametrize("name", ["entropy", "length", "loss", "thinking"])
+def test_info_under_the_name_of_a_metric_is_refused(name):
+    env = ENV._replace(spec=ENV.spec._replace(info=(*ENV.spec.info, (name, "float32"))))
+    with pytest.raises(ValueError, match=rf"EnvSpec.info must not use the names \['{name}'\], which are metrics"):
+        make_step(POLICY, CODEC, env, algorithms.grpo(), config())
 
 
 def test_a_missing_critic_or_expert_is_refused():

@@ -45,10 +45,15 @@ BUDGET = {
 }
 
 
+def updates_of(name):
+    """Two updates a step, where the algorithm corrects for the first."""
+    return UpdateConfig(minibatches=1 if "single" in algorithms.make(name).needs else 2)
+
+
 @pytest.mark.parametrize("name", BUDGET)
 def test_every_algorithm_learns_to_read_its_observation(name):
     """Blind guessing earns a half; the digit must be read and echoed."""
-    config = TrainConfig(64, 8, slots=64, max_tokens=8, update=UpdateConfig(minibatches=2))
+    config = TrainConfig(64, 8, slots=64, max_tokens=8, update=updates_of(name))
     _, history = learn(name, "probe_observation", 100, config, params=DIGITS(end=5.0), **BUDGET[name])
     assert history["success"][:5].mean() < 0.7
     assert history["success"][-5:].mean() > 0.9
@@ -101,7 +106,7 @@ def test_notes_are_learned_across_contexts():
 def test_a_transformer_learns_from_nothing(name):
     """Random bytes at first: chance is a half and most actions are cut by their budget."""
     policy = transformer_policy(TransformerConfig(CODEC.vocab_size, layers=1, width=32, heads=2, value_head=True))
-    config = TrainConfig(128, 8, max_tokens=8, update=UpdateConfig(minibatches=2))
+    config = TrainConfig(128, 8, max_tokens=8, update=updates_of(name))
     rates = {"learning_rate": 0.01 if name != "online_dpo" else 0.003}
     _, history = learn(name, "probe_observation", 200, config, policy=policy, **rates)
     assert history["success"][:5].mean() < 0.6

@@ -6,13 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batches import trajectory
 from jax.experimental.key_reuse import _core as key_reuse
 from test_rollout import equations
 from tiny import CODEC, POLICY, jit
 
-from agentrl_jax import TrainConfig, TransformerConfig, UpdateConfig, algorithms, envs, transformer_policy
+from agentrl_jax import (
+    TrainConfig,
+    TransformerConfig,
+    UpdateConfig,
+    algorithms,
+    envs,
+    scoring,
+    stages,
+    transformer_policy,
+)
 from agentrl_jax.metrics import finalize, masked, merge, reduce, scalar
-from agentrl_jax.train import make_hyper, make_init, make_step, make_train
+from agentrl_jax.train import RESERVED, make_hyper, make_init, make_step, make_train, rollout_metrics
+from agentrl_jax.types import Start
 
 ENV = envs.make("probe_observation")
 STEPS = 3
@@ -170,6 +181,7 @@ def test_every_preset_traces_and_reports_the_same_core_metrics():
         state = jax.eval_shape(make_init(POLICY, CODEC, ENV, preset, config), jax.random.key(0))
         after, metrics = jax.eval_shape(make_step(POLICY, CODEC, ENV, preset, config), state)
         assert core <= set(metrics), name
+        assert set(metrics) - {"thinking", *dict(ENV.spec.info)} <= set(RESERVED), name
         # A state of the same types goes in and out, weak types too: a second step compiles nothing.
         assert jax.tree.structure(after) == jax.tree.structure(state)
         jax.tree.map(
@@ -177,6 +189,71 @@ def test_every_preset_traces_and_reports_the_same_core_metrics():
             state,
             after,
         )
+
+
+def with_stage(stage):
+    return algorithm()._replace(prepare=stages.chain(stages.score_reference(), stage))
+
+
+def abstract(algorithm):
+    """What a step would give, or why it cannot be made."""
+    state = jax.eval_shape(make_init(POLICY, CODEC, ENV, algorithm, CONFIG), jax.random.key(0))
+    return jax.eval_shape(make_step(POLICY, CODEC, ENV, algorithm, CONFIG), state)
+
+
+def test_a_metric_with_two_sources_is_refused():
+    twice = with_stage(lambda memory, b, tools, hyper, key: (memory, b, {"length": scalar(1.0), "own": scalar(2.0)}))
+    with pytest.raises(ValueError, match=r"the metrics \['length'\] have two sources in one step"):
+        abstract(twice)
+
+
+def test_scoring_by_an_unknown_model_names_those_there_are():
+    asks = with_stage(lambda memory, b, tools, hyper, key: (memory, tools.score(scoring.View("critic"), b), {}))
+    with pytest.raises(ValueError, match=r"Tools\.score asks for the model 'critic'; there is: policy, reference"):
+        abstract(asks)
+
+
+def test_pairs_of_more_groups_than_equal_ones_are_refused():
+    group = np.arange(16) // 2
+    preset = algorithms.online_dpo()._replace(
+        collect=lambda memory, tools, hyper, key: (memory, tools.roll(key, start=Start(group=group)))
+    )
+    config = CONFIG._replace(update=UpdateConfig())
+    with pytest.raises(ValueError, match=r"start.group must be in \[0, 4\), got 4"):
+        jax.eval_shape(
+            make_step(POLICY, CODEC, ENV, preset, config),
+            jax.eval_shape(make_init(POLICY, CODEC, ENV, preset, config), jax.random.key(0)),
+        )
+
+
+def test_what_a_refused_step_would_have_remembered_is_forgotten():
+    counting = algorithms.reinforce()._replace(
+        init=lambda key: (jnp.zeros(()), key),
+        prepare=lambda memory, traj, *_: ((memory[0] + 1, memory[1]), scoring.as_batch(traj), {}),
+    )
+    config = TrainConfig(2, 1, max_tokens=6)
+    good = make_init(POLICY, CODEC, ENV, counting, config)(jax.random.key(0))
+    run = jit(make_step(POLICY, CODEC, ENV, counting, config))
+    after, _ = run(good)
+    assert after.memory[0] == 1 and int(after.updates) == 1
+    after, _ = run(good._replace(hyper=good.hyper._replace(learning_rate=jnp.float32(jnp.nan))))
+    assert after.memory[0] == 0 and int(after.updates) == 0 and int(after.skipped) == 1 and int(after.step) == 1
+
+
+def test_a_cut_action_that_is_not_played_is_an_action():
+    traj = trajectory(np.ones((2, 2)))
+    steps = {"played": jnp.asarray([[True, False]] * 2), "cut": jnp.asarray([[False, True], [False, False]])}
+    assert rollout_metrics(traj._replace(steps=traj.steps | steps))["cut_actions"] == (1, 3)
+
+
+def test_a_schedule_ends_with_the_run_or_must_be_told_when():
+    preset, config = algorithms.grpo(), TrainConfig(4, 2, max_tokens=6, update=UpdateConfig(2, schedule="linear"))
+    begin, numbers = make_init(POLICY, CODEC, ENV, preset, config), make_hyper(preset, ENV)
+    with pytest.raises(ValueError, match="the linear schedule needs decay"):
+        begin(jax.random.key(0), numbers)
+    assert begin(jax.random.key(0), numbers._replace(decay=8.0)).hyper.decay == 8
+    _, history = jit(make_train(POLICY, CODEC, ENV, preset, config, steps=2))(jax.random.key(0), numbers)
+    np.testing.assert_allclose(history["learning_rate"], [1e-3 * 0.875, 1e-3 * 0.375], rtol=1e-5)
 
 
 def test_supervision_uses_the_experts_words_and_no_model_to_sample():

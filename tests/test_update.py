@@ -206,7 +206,9 @@ def line(gradients, **config):
     gradients = np.asarray(gradients, np.float32)
     count = len(gradients)
     algorithm = algorithms.reinforce()._replace(
-        loss=summed, weigh=lambda b, h, s: b._replace(weight=jnp.full_like(b.weight, 1 / b.mask.shape[0]))
+        needs=frozenset(),
+        loss=summed,
+        weigh=lambda b, h, s: b._replace(weight=jnp.full_like(b.weight, 1 / b.mask.shape[0])),
     )
     config = UpdateConfig(optimizer="sgd", **config)
     b = batch(trajectory(np.ones((count, 2))))._replace(adv=jnp.asarray(gradients))
@@ -247,6 +249,8 @@ def test_schedules():
     assert [rate("linear", at) for at in (4, 8, 12, 99)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
     assert [rate("cosine", at) for at in (4, 6, 8, 12)] == pytest.approx([2.0, 1 + 2**-0.5, 1.0, 0.0], abs=1e-6)
     assert np.isfinite(rate("linear", 0)) and float(hyper.decay) == 12
+    hyper = train.make_hyper(algorithms.grpo(), ENV)
+    assert np.isnan(rate("cosine", 0)) and rate("constant", 99) == pytest.approx(1e-3)  # No end, no shape.
 
 
 def test_weight_decay_is_decoupled_and_on_matrices_alone():
@@ -332,7 +336,7 @@ def test_rows_of_an_episode_stay_together():
         return b._replace(weight=jnp.full_like(b.weight, apart.astype(jnp.float32)))
 
     algorithm = algorithms.reinforce()._replace(
-        weigh=weigh, loss=lambda s, b, h: (jnp.sum(b.weight) + 0 * jnp.sum(s["policy"].logp), {})
+        needs=frozenset(), weigh=weigh, loss=lambda s, b, h: (jnp.sum(b.weight) + 0 * jnp.sum(s["policy"].logp), {})
     )
     config = UpdateConfig(epochs=2, minibatches=2, optimizer="sgd")
     state = start(algorithm, config, {"w": jnp.zeros(2)})

@@ -21,7 +21,8 @@ class Hyper(NamedTuple):
       weight_decay: decoupled, on matrices alone.
       max_grad_norm: global-norm clip of the whole minibatch's gradient.
       warmup: optimiser updates of linear warm-up.
-      decay: optimiser updates after which the schedule of ``UpdateConfig.schedule`` has run out.
+      decay: optimiser updates after which the schedule of ``UpdateConfig.schedule`` has run out; 0: not said, which
+        ``make_train`` alone can make up for.
       temperature: of sampling, and therefore of scoring.
       env_params: difficulty.
       algorithm: ``Algorithm.hyper``.
@@ -31,7 +32,7 @@ class Hyper(NamedTuple):
     weight_decay: Array | float = 0.0
     max_grad_norm: Array | float = 1.0
     warmup: Array | float = 0.0
-    decay: Array | float = 1e9
+    decay: Array | float = 0.0
     temperature: Array | float = 1.0
     env_params: PyTree = None
     algorithm: dict[str, Any] = {}  # noqa: RUF012 - never mutated: a NamedTuple default
@@ -110,7 +111,8 @@ class Algorithm(NamedTuple):
       loss: ``(dict[str, Score], Batch, hyper) -> (float32[], Metrics)``, additive over units.
       hyper: every number read by these functions: traced.
       needs: what must be there, refused before compile when it is not: ``critic``, ``reference``, ``expert``, ``pairs``
-        (groups of two or more), ``group`` (likewise, for statistics).
+        (groups of two or more), ``group`` (likewise, for statistics), ``single`` (one update a step: the loss does not
+        correct for a policy that has moved on).
       init: ``(key) -> memory``.
       collect: ``(memory, Tools, hyper, key) -> (memory, Trajectory)``.
       views: what is scored under gradient, by name. When a step makes a single update ``Batch.logp_old`` is taken from

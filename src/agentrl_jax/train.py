@@ -7,7 +7,7 @@ pure: ``jit``, ``vmap`` over seeds and hyper-parameters, ``pmap`` or shard them 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +16,28 @@ import jax.numpy as jnp
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax import scoring, update
 from agentrl_jax.algorithm import Algorithm, Hyper, Tools, TrainState, start_for_expert
-from agentrl_jax.checks import check_numbers
+from agentrl_jax.checks import check_numbers, known
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment, canonical_params
 from agentrl_jax.envs.mixture import played_member
+from agentrl_jax.game import STEPS, check_room, check_start, check_vocabulary
 from agentrl_jax.policy import Policy
 from agentrl_jax.rollout import rollout as play
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Start, Trajectory
 from agentrl_jax.update import UpdateConfig
 
 Step = Callable[[TrainState], tuple[TrainState, Metrics]]
+
+NEEDS = ("critic", "expert", "group", "pairs", "reference", "single")
+"""What ``Algorithm.needs`` may name."""
+
+RESERVED = (
+    "reward", "turns", "length", "written", "truncated", "cut_actions", "tokens", "logp", "tool_rate",
+    "zero_variance", "pairs_kept", "baseline", "kl_reward", "explained_variance",
+    "entropy", "kl_old", "max_logp_gap", "clip_high", "clip_low", "kl", "value_loss", "margin", "preference_accuracy",
+    "loss", "loss_tokens", "grad_norm", "clipped_updates", "skipped_updates", "learning_rate",
+)  # fmt: skip
+"""Metrics of rollouts, stages, objectives and updates: an environment's info must not be called so."""
 
 
 class TrainConfig(NamedTuple):
@@ -84,18 +96,49 @@ def check(policy: Policy, codec: Codec, env: Environment, algorithm: Algorithm, 
     Raises:
       ValueError: naming the value and what is allowed.
     """
-    del codec
+    _check_sizes(codec, config)
+    _check_needs(policy, env, algorithm, config)
+    _check_update(algorithm, config)
+    taken = sorted(dict(env.spec.info).keys() & (set(RESERVED) | set(STEPS)))
+    if taken:
+        raise ValueError(f"{env.name}: EnvSpec.info must not use the names {taken}, which are metrics of a step")
+    check_vocabulary(policy, codec, jax.eval_shape(policy.init, jax.eval_shape(lambda: jax.random.key(0))))
+
+
+def _check_sizes(codec: Codec, config: TrainConfig) -> None:
     if config.episodes % config.group_size or min(config.episodes, config.group_size) < 1:
         raise ValueError(f"episodes ({config.episodes}) must be a multiple of group_size ({config.group_size})")
     slots = config.slots if config.slots is not None else config.episodes
     if not 1 <= slots <= config.episodes:
         raise ValueError(f"slots must be in [1, episodes = {config.episodes}], got {slots}")
-    if algorithm.needs & {"group", "pairs"} and config.group_size < 2:
-        raise ValueError(f"{algorithm.name} compares members of a group: group_size must be at least 2, got 1")
-    if "critic" in algorithm.needs and not policy.has_value:
-        raise ValueError(f"{algorithm.name} needs a critic: build the policy with a value head")
-    if "expert" in algorithm.needs and env.expert is None:
-        raise ValueError(f"{algorithm.name} needs env.expert, and {env.name} has none")
+    check_room(codec, config.max_tokens)
+    for name in ("segments", "chunk", "feed_rows", "env_rows", "vocab_chunk"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_needs(policy: Policy, env: Environment, algorithm: Algorithm, config: TrainConfig) -> None:
+    name, needs = algorithm.name, algorithm.needs
+    unknown = sorted(needs - set(NEEDS))
+    if unknown:
+        raise ValueError(f"{name} needs {unknown}, which nothing provides; known: {', '.join(NEEDS)}")
+    if needs & {"group", "pairs"} and config.group_size < 2:
+        raise ValueError(f"{name} compares members of a group: group_size must be at least 2, got 1")
+    if "critic" in needs and not policy.has_value:
+        raise ValueError(f"{name} needs a critic: build the policy with a value head")
+    if "expert" in needs and env.expert is None:
+        raise ValueError(f"{name} needs env.expert, and {env.name} has none")
+    for label, view in algorithm.views.items():
+        _check_model(f"{name}: the view {label!r}", view, ("policy", *sorted(needs & {"reference"})))
+
+
+def _check_model(who: str, view: scoring.View, models: Iterable[str]) -> None:
+    if view.model not in models:
+        raise ValueError(f"{who} asks for the model {view.model!r}; there is: {', '.join(models)}")
+
+
+def _check_update(algorithm: Algorithm, config: TrainConfig) -> None:
     structure = config.update
     for name in ("epochs", "minibatches", "microbatches"):
         if getattr(structure, name) < 1:
@@ -106,10 +149,17 @@ def check(policy: Policy, codec: Codec, env: Environment, algorithm: Algorithm, 
             f"{units} units do not split into {structure.minibatches} minibatches of "
             f"{structure.microbatches} micro-batches"
         )
+    if "single" in algorithm.needs and structure.epochs * structure.minibatches > 1:
+        raise ValueError(
+            f"{algorithm.name} does not correct for a policy that has moved, as every update after the first needs: "
+            f"epochs and minibatches must be 1, got {structure.epochs} and {structure.minibatches}"
+        )
     if structure.schedule not in ("constant", "linear", "cosine"):
         raise ValueError(f"schedule must be constant, linear or cosine, got {structure.schedule!r}")
     if structure.optimizer not in ("adam", "sgd"):
         raise ValueError(f"optimizer must be adam or sgd, got {structure.optimizer!r}")
+    if any(not 1 <= width <= config.max_tokens for width in structure.widths):
+        raise ValueError(f"widths must be in [1, max_tokens = {config.max_tokens}], got {structure.widths}")
 
 
 def make_init(
@@ -123,6 +173,11 @@ def make_init(
     check(policy, codec, env, algorithm, config)
 
     def init(key: Array, hyper: Hyper | None = None, params: PyTree | None = None) -> TrainState:
+        hyper = make_hyper(algorithm, env) if hyper is None else hyper
+        if config.update.schedule != "constant" and known(hyper.decay) and not hyper.decay > 0:
+            raise ValueError(
+                f"the {config.update.schedule} schedule needs decay, the updates after which it has run out"
+            )
         model_key, memory_key, key = jax.random.split(key, 3)
         copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
         models = {"policy": policy.init(model_key) if params is None else copy(params)}
@@ -137,7 +192,7 @@ def make_init(
             updates=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
             memory=algorithm.init(memory_key),
-            hyper=copy(make_hyper(algorithm, env) if hyper is None else hyper),
+            hyper=copy(hyper),
             key=key,
         )
 
@@ -169,16 +224,29 @@ def make_step(
         memory, traj = algorithm.collect(state.memory, tools, state.hyper.algorithm, roll_key)
         memory, batch, prepared = algorithm.prepare(memory, traj, tools, state.hyper.algorithm, prepare_key)
         batch = jax.lax.stop_gradient(batch)
-        state = state._replace(memory=memory)
+        before = state
         state, updated = update.update(
             algorithm, config.update, score, state, batch, update_key, segments=config.segments, single=tools.single,
             differentiate=differentiate,
         )  # fmt: skip
-        metrics = metrics_lib.merge(metrics_lib.merge(rollout_metrics(traj, config.segments, env.spec.members), prepared), updated)
+        # Where every update was refused, so is what the algorithm would have kept of this step.
+        refused = state.updates == before.updates
+        memory = jax.tree.map(lambda new, old: jnp.where(refused, old, new), memory, before.memory)
+        state = state._replace(memory=memory)
+        metrics = _join(rollout_metrics(traj, config.segments, env.spec.members), prepared, updated)
         state = algorithm.finish(state, metrics, state.hyper.algorithm)
         return state._replace(step=state.step + 1), metrics
 
     return step
+
+
+def _join(*parts: Metrics) -> Metrics:
+    """All metrics of a step; adding two of one name up would mix what has nothing in common."""
+    names = [name for part in parts for name in part]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"the metrics {twice} have two sources in one step: rename those of the algorithm")
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _score_fn(policy: Policy, codec: Codec, algorithm: Algorithm, config: TrainConfig) -> update.ScoreFn:
@@ -193,7 +261,11 @@ def _score_fn(policy: Policy, codec: Codec, algorithm: Algorithm, config: TrainC
 def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState, rollout) -> Tools:
     structure = config.update
 
+    groups = config.episodes // config.group_size
+
     def roll(key: Array, call: int = 0, start: Start | None = None, expert: bool = False) -> Trajectory:
+        if start is not None and "pairs" in algorithm.needs:
+            check_start(start, groups)
         if expert:
             start = (start or Start())._replace(
                 teacher_turns=start_for_expert(config.episodes, env.spec.max_turns).teacher_turns
@@ -209,12 +281,13 @@ def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState
         )  # fmt: skip
 
     def score(view: scoring.View, batch: Batch) -> Any:
+        _check_model("Tools.score", view, state.params)
         params = jax.lax.stop_gradient(state.params[view.model])
         allowed = jnp.asarray(codec.sampleable)
         return scoring.score(policy, params, view, batch, allowed=allowed, chunk=config.vocab_chunk)
 
     return Tools(
-        roll, score, config.episodes, config.group_size, config.episodes // config.group_size, config.segments,
+        roll, score, config.episodes, config.group_size, groups, config.segments,
         structure.epochs == structure.minibatches == 1,
     )  # fmt: skip
 
@@ -236,7 +309,7 @@ def rollout_metrics(traj: Trajectory, segments: int = 1, members: tuple[str, ...
         "truncated": metrics_lib.masked(per_episode(traj.truncated), first),
         "cut_actions": (
             jnp.sum(traj.steps["cut"].astype(jnp.float32)),
-            jnp.sum(traj.steps["played"].astype(jnp.float32)),
+            jnp.sum((traj.steps["played"] | traj.steps["cut"]).astype(jnp.float32)),
         ),
         "tokens": metrics_lib.scalar(jnp.sum(traj.length)),
         "logp": metrics_lib.masked(traj.logp, sampled),
@@ -259,7 +332,11 @@ def make_train(
     *,
     steps: int,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """``train(key, hyper=None, params=None) -> (state, {name: [steps]})``: a whole run as one pure function."""
+    """``train(key, hyper=None, params=None) -> (state, {name: [steps]})``: a whole run as one pure function.
+
+    Where ``Hyper.decay`` is not given, a schedule runs out with the run's last update.
+    """
+    updates = steps * config.update.epochs * config.update.minibatches
     init, step = make_init(policy, codec, env, algorithm, config), make_step(policy, codec, env, algorithm, config)
 
     def train(
@@ -269,6 +346,9 @@ def make_train(
             state, metrics = step(state)
             return state, metrics_lib.finalize(metrics)
 
+        hyper = make_hyper(algorithm, env) if hyper is None else hyper
+        if config.update.schedule != "constant":
+            hyper = hyper._replace(decay=jnp.where(hyper.decay > 0, hyper.decay, jnp.float32(updates)))
         return jax.lax.scan(one, init(key, hyper, params), None, length=steps)
 
     return train

@@ -59,6 +59,8 @@ def learning_rate(config: UpdateConfig, hyper: Hyper, updates: Array) -> Array:
     count = updates.astype(jnp.float32)
     warm = jnp.minimum(1.0, (count + 1) / jnp.maximum(hyper.warmup, 1.0))
     done = jnp.clip((count - hyper.warmup) / jnp.maximum(hyper.decay - hyper.warmup, 1.0), 0.0, 1.0)
+    # Without an end the others have no shape: `apply` refuses and counts what is not a number.
+    done = jnp.where(hyper.decay > 0, done, jnp.nan)
     shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * done))}
     return hyper.learning_rate * warm * shape[config.schedule]
 

@@ -19,6 +19,7 @@ def reinforce(
 ) -> Algorithm:
     """``-(G_t - b) log pi``, with the return to go and a running mean of past returns as the baseline.
 
+    One update a step: nothing corrects for episodes of an earlier policy.
     Source: Williams, 1992. The token sum keeps the estimator unbiased: a mean would weigh episodes by their length.
     """
 
@@ -32,6 +33,7 @@ def reinforce(
         weigh=objectives.weigh_tokens(aggregation, norm=norm),
         loss=objectives.token_objective(objectives.policy_gradient),
         hyper={"discount": discount, "entropy_coef": entropy_coef},
+        needs=frozenset({"single"}),
         init=init,
     )
 
@@ -46,6 +48,7 @@ def rloo(
     """``A_i = R_i - mean of the other members' returns``; with ``kl_coef`` the reward carries ``-kl_coef * k1`` per
     token.
 
+    One update a step: nothing corrects for episodes of an earlier policy.
     Source: Ahmadian et al., 2024, arXiv 2402.14740 (estimator: Kool et al., 2019).
     """
     reference = kl_coef > 0
@@ -58,5 +61,5 @@ def rloo(
         weigh=objectives.weigh_tokens(aggregation, norm=norm),
         loss=objectives.token_objective(objectives.policy_gradient),
         hyper={"entropy_coef": entropy_coef} | ({"kl_coef": kl_coef} if reference else {}),
-        needs=frozenset({"group"} | ({"reference"} if reference else set())),
+        needs=frozenset({"group", "single"} | ({"reference"} if reference else set())),
     )
