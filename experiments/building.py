@@ -28,7 +28,7 @@ from agentrl_jax.update import UpdateConfig
 SUPERVISED, RL = "supervised", "rl"
 # Where an environment is better served by something else than the general rule.
 MAX_TOKENS = {"calculator": 80}
-ENV_PARAMS = {"calculator": {"teacher_wrong": 0.4, "teacher_guess": 0.3}}
+ENV_PARAMS = {"calculator": {"teacher_wrong": 0.3, "teacher_guess": 0.4}}
 # So many distinct tasks at any difficulty that counting them would only cost time.
 PLENTY = ("calculator",)
 CALLS = {SUPERVISED: 10, RL: 1}
@@ -208,8 +208,8 @@ def make_model(settings: Settings, codec: Codec, algorithm: Algorithm) -> Transf
     value_head = {"auto": "critic" in algorithm.needs, "yes": True, "no": False}[settings.value_head]
     return TransformerConfig(
         codec.vocab_size, layers=settings.layers, width=settings.width, heads=settings.heads,
-        kv_heads=settings.kv_heads, mlp_width=settings.mlp_width, tied=settings.tied, value_head=value_head,
-        dtype=settings.dtype,
+        kv_heads=settings.kv_heads, mlp_width=settings.mlp_width, rope_theta=settings.rope_theta, tied=settings.tied,
+        value_head=value_head, dtype=settings.dtype,
     )  # fmt: skip
 
 

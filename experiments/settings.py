@@ -59,6 +59,9 @@ class Settings:
     heads: int = _flag(4, "Query heads.", low=1)
     kv_heads: int = _flag(0, "Key and value heads; 0: as many as --heads.", low=0)
     mlp_width: int = _flag(384, "Inner width of its feed-forward; 0: four times --width.", low=0)
+    rope_theta: float = _flag(
+        100.0, "Base of its rotary frequencies: small for rows of a hundred tokens, 10000 for thousands.", low=1.0
+    )
     tied: bool = _flag(True, "One matrix serves as embedding and output head.")
     value_head: str = _flag(
         "auto", "A head for values; auto: when the algorithm needs a critic.", choices=("auto", "yes", "no")
