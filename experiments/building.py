@@ -225,6 +225,11 @@ def choose_max_tokens(settings: Settings, env: Environment, codec: Codec) -> tup
     else:
         size = MAX_TOKENS.get(name) or _round_up(min(256, _worst_case(env, codec)))
     over = [line for line, tokens in needed.items() if tokens > size]
+    longest = codec.max_tokens(env.spec.max_observation) + 4
+    if not needed and size < longest:
+        return size, (
+            f"max_tokens={size}: an observation of {env.name} may take {longest - 1} and leave no room to act",
+        )
     if not over:
         return size, ()
     shown = ", ".join(map(str, over[:10])) + (", ..." if len(over) > 10 else "")

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from agentrl_jax.codecs.base import Codec
-from agentrl_jax.envs.base import Environment
-from agentrl_jax.envs.mixture import played_member
+from agentrl_jax.envs.base import Environment, played_member
 from agentrl_jax.policy import Policy
 from agentrl_jax.rollout import rollout
 from agentrl_jax.types import Array, PyTree, Start, Trajectory

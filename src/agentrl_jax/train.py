@@ -18,8 +18,7 @@ from agentrl_jax import scoring, update
 from agentrl_jax.algorithm import Algorithm, Hyper, Tools, TrainState, start_for_expert
 from agentrl_jax.checks import check_numbers, known
 from agentrl_jax.codecs.base import Codec
-from agentrl_jax.envs.base import Environment, canonical_params
-from agentrl_jax.envs.mixture import played_member
+from agentrl_jax.envs.base import Environment, canonical_params, played_member
 from agentrl_jax.game import STEPS, check_room, check_start, check_vocabulary
 from agentrl_jax.policy import Policy
 from agentrl_jax.rollout import rollout as play

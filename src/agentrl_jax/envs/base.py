@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -114,3 +114,10 @@ def _retype(x: Array, like: Array) -> Array:
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != like.dtype:
         raise ValueError(f"an environment parameter must be {like.dtype}, as its default {like}, got {x.dtype}: {x}")
     return x.astype(like.dtype)
+
+
+def played_member(steps: Mapping[str, Array], episodes: int) -> Array:
+    """Member of a mixture that each episode played, from ``Trajectory.steps``: ``int32[episodes]``, -1 for one that
+    was cut before its first action."""
+    index = jnp.where(steps["played"], steps["env"], -1)
+    return jnp.max(index.reshape(episodes, -1), axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -82,13 +82,6 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
     """The names; ``.2``, ``.3``, ... follows one that stood before."""
     counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
     return tuple(name if count == 1 else f"{name}.{count}" for name, count in zip(names, counts, strict=True))
-
-
-def played_member(steps: Mapping[str, Array], episodes: int) -> Array:
-    """Member of a mixture that each episode played, from ``Trajectory.steps``: ``int32[episodes]``, -1 for one that
-    was cut before its first action."""
-    index = jnp.where(steps["played"], steps["env"], -1)
-    return jnp.max(index.reshape(episodes, -1), axis=1)
 
 
 def _chain(index: Array, members: Sequence[Callable[[], PyTree]], default: PyTree) -> PyTree:
