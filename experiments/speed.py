@@ -145,21 +145,33 @@ def hazard(policy: Any, token: int, probability: float) -> Any:
     return policy._replace(logits=logits)
 
 
-def clock(f: Callable, *args: Any, repeats: int | None = None) -> tuple[float, list[float], Any]:
-    """``(seconds of the first call, seconds of the others, last result)``."""
-    seconds, out = [], None
+class Clocked(NamedTuple):
+    """Seconds of the first call, of the others (wall, and CPU of all threads), and the last result."""
+
+    first: float
+    wall: list[float]
+    cpu: list[float]
+    out: Any
+
+
+def clock(f: Callable, *args: Any, repeats: int | None = None) -> Clocked:
+    """Calls ``f`` once to compile it and then ``repeats`` times. CPU seconds are steadier on a busy machine."""
+    wall, cpu, out = [], [], None
     for _ in range(1 + (repeats or FLAGS.steps)):
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         out = jax.block_until_ready(f(*args))
-        seconds.append(time.perf_counter() - start)
-    return seconds[0], seconds[1:], out
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - used)
+    return Clocked(wall[0], wall[1:], cpu[1:], out)
 
 
 def report(**row: Any) -> None:
     """Prints one measurement."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} | {"peak_mb": round(memory)})
+        json.dumps(
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} | {"peak_mb_so_far": round(memory)}
+        )
     )
 
 
@@ -184,9 +196,8 @@ def matmul_rate() -> float:
         key = jax.random.key(n)
         x, w, y = (jax.random.normal(key, s) for s in ((rows, k), (k, m), (rows, m)))
         f = jax.jit(lambda x, w, y: (x @ w, y @ w.T, x.T @ y))
-        _, seconds, _ = clock(f, x, w, y)
         work += 3 * 2 * rows * k * m / 1e9
-        total += min(seconds)
+        total += min(clock(f, x, w, y).wall)
     return work / total
 
 
@@ -198,7 +209,6 @@ def step_work(work: str) -> None:
     args = (s.policy, s.codec, s.env, algorithm, s.config)
     state = jax.jit(train.make_init(*args))(jax.random.key(FLAGS.seed), hyper)
     step = jax.jit(train.make_step(*args))
-    kept = {}
 
     def only_roll(state):
         return rollout_with_stats(
@@ -206,25 +216,26 @@ def step_work(work: str) -> None:
             slots=s.config.slots, max_tokens=s.config.max_tokens, group_size=s.config.group_size,
         )  # fmt: skip
 
-    first, roll, (traj, stats) = clock(jax.jit(only_roll), state)
-    kept["traj"] = traj
-    replay = jax.jit(train.make_step(*args, rollout=lambda *a, **k: kept["traj"]))
-    _, learn, _ = clock(replay, state)
-    compile_s, whole, (_, m) = clock(step, state)
+    roll = clock(jax.jit(only_roll), state)
+    traj, stats = roll.out
+    learn = clock(jax.jit(train.make_step(*args, rollout=lambda *a, **k: traj)), state)
+    whole = clock(step, state)
     length = traj.length.astype(jnp.float32)
     useful, sampled = float(jnp.sum(length)), float(jnp.sum(traj.mask))
     work_roll, work_learn = gflop(useful, float(jnp.sum(length**2)), sampled)
-    step_s, roll_s, learn_s = (statistics.median(x) for x in (whole, roll, learn))
+    step_s, roll_s, learn_s = (statistics.median(x.wall) for x in (whole, roll, learn))
+    step_cpu, roll_cpu, learn_cpu = (statistics.median(x.cpu) for x in (whole, roll, learn))
     report(
         work=work, params=sum(x.size for x in jax.tree.leaves(state.params["policy"])), episodes=s.config.episodes,
         step_s=step_s, rollout_s=roll_s, update_s=learn_s, fused_over_parts=step_s / (roll_s + learn_s),
-        first_call_s=compile_s, rollout_first_call_s=first,
+        step_cpu_s=step_cpu, rollout_cpu_s=roll_cpu, update_cpu_s=learn_cpu,
+        first_call_s=whole.first, rollout_first_call_s=roll.first,
         rollout_tokens_s=sampled / roll_s, update_tokens_s=useful / learn_s, tokens_s=sampled / step_s,
         rollout_gflops=work_roll / roll_s, update_gflops=work_learn / learn_s, step_gflop=work_roll + work_learn,
         matmul_gflops=matmul_rate(), update_share_of_matmul=work_learn / learn_s / matmul_rate(),
         iterations=int(stats.iterations), slot_use=float(stats.decoded) / (int(stats.iterations) * s.config.slots),
         env_steps=int(stats.steps), mean_length=useful / s.config.episodes,
-        logp_gap=float(metrics.finalize(m)["max_logp_gap"]),
+        logp_gap=float(metrics.finalize(whole.out[1])["max_logp_gap"]),
         precision=FLAGS.precision, compiled_programs=step._cache_size(),
     )  # fmt: skip
 
@@ -236,8 +247,8 @@ def env_work() -> None:
     keys = jax.random.split(jax.random.key(FLAGS.seed), rows)
     state, _ = jax.jit(jax.vmap(env.reset, (0, None)))(keys, env.params)
     action = jax.jit(jax.vmap(env.expert, (0, 0, None)))(keys, state, env.params)
-    compile_s, seconds, _ = clock(jax.jit(jax.vmap(env.step, (0, 0, 0, None))), keys, state, action, env.params)
-    report(work="env", rows=rows, steps_s=rows / statistics.median(seconds), first_call_s=compile_s)
+    found = clock(jax.jit(jax.vmap(env.step, (0, 0, 0, None))), keys, state, action, env.params)
+    report(work="env", rows=rows, steps_s=rows / statistics.median(found.wall), first_call_s=found.first)
 
 
 def seeds_work() -> None:
@@ -248,8 +259,8 @@ def seeds_work() -> None:
     for how in ("map", "vmap", "pmap"):
         count = FLAGS.seeds if how != "pmap" else jax.local_device_count()
         keys = jax.random.split(jax.random.key(FLAGS.seed), count)
-        compile_s, seconds, _ = clock(parallel.over_seeds(run, how), keys, repeats=2)
-        each = statistics.median(seconds) / count / 2
+        found = clock(parallel.over_seeds(run, how), keys, repeats=2)
+        each = statistics.median(found.wall) / count / 2
         report(
             work="seeds",
             how=how,
