@@ -28,7 +28,7 @@ from agentrl_jax.update import UpdateConfig
 SUPERVISED, RL = "supervised", "rl"
 # Where an environment is better served by something else than the general rule.
 MAX_TOKENS = {"calculator": 80}
-ENV_PARAMS = {"calculator": {"teacher_wrong": 0.5, "teacher_guess": 0.2}}
+ENV_PARAMS = {"calculator": {"teacher_wrong": 0.4, "teacher_guess": 0.3}}
 # So many distinct tasks at any difficulty that counting them would only cost time.
 PLENTY = ("calculator",)
 CALLS = {SUPERVISED: 10, RL: 1}

@@ -44,7 +44,7 @@ class Settings:
     )
 
     supervised_steps: int = _flag(450, "Steps of the cold start on the environment's scripted teacher; 0: none.", low=0)
-    steps: int = _flag(60, "Steps of the RL phase; 0: none.", low=0)
+    steps: int = _flag(40, "Steps of the RL phase; 0: none.", low=0)
     supervised_episodes: int = _flag(64, "Episodes of a supervised step.", low=1)
     episodes: int = _flag(128, "Episodes of an RL step, a multiple of --group_size.", low=1)
     group_size: int = _flag(8, "Episodes that try the same task.", low=1)
