@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 STATIC = (str, bool, int, type(None))
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache
@@ -16,7 +15,7 @@ def _compiled(fn, args, options):
         full = [next(traced) if a is _TRACED else a for a in args]
         return fn(*full, **dict(options), **traced_options)
 
-    return jax.jit(run, compiler_options=FAST_COMPILE)
+    return jax.jit(run)
 
 
 class _Traced:

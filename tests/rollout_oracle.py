@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import CODEC, jit
+from tiny import CODEC
 
 from agentrl_jax import sampling, text
 from agentrl_jax.envs import Environment, EnvSpec, canonical, canonical_params
@@ -64,10 +64,10 @@ def _functions(policy: Policy | None, env: Environment):
         drawn = jax.random.bits(jax.random.fold_in(task_key, task), dtype=jnp.uint32) >> 1
         return jax.random.fold_in(mine, 0), jax.random.fold_in(mine, 1), drawn
 
-    return jit(sample), jit(step), jit(reset), jit(env.expert) if env.expert else None, jit(keys)
+    return jax.jit(sample), jax.jit(step), jax.jit(reset), jax.jit(env.expert) if env.expert else None, jax.jit(keys)
 
 
-_fold = jit(jax.random.fold_in)
+_fold = jax.jit(jax.random.fold_in)
 
 
 def _bytes(value: Text) -> list[int]:

@@ -477,7 +477,7 @@ def test_foreign_manifest_is_refused(tmp_path):
 
 TOGETHER = """
 import os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from agentrl_jax.checkpoint import Checkpoints, steps

@@ -16,7 +16,6 @@ from agentrl_jax.text import literal, to_str
 from agentrl_jax.types import Text, TimeStep
 
 # Compiling is nearly all the cost of these tests.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 DATA = str(Path(__file__).parents[1] / "experiments" / "data" / "arithmetic_words.jsonl")
 
 
@@ -185,7 +184,7 @@ def test_check_env_refuses_bad_arguments():
 @functools.cache
 def guess():
     env = make("guess")
-    return env, jit(env.reset), jit(env.step), jit(env.expert), jit(env.anchor)
+    return env, jax.jit(env.reset), jax.jit(env.step), jax.jit(env.expert), jax.jit(env.anchor)
 
 
 def guessing(target, writes, low=1, high=100):

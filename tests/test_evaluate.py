@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from batches import trajectory
 from rollout_oracle import Talk, talk
-from tiny import CODEC, POLICY, biased, jit
+from tiny import CODEC, POLICY, biased
 
 from agentrl_jax import envs, make_evaluate
 from agentrl_jax.envs import canonical_params
@@ -20,7 +20,7 @@ P, K = 5, 3
 
 @functools.cache
 def evaluate():
-    return jit(make_evaluate(POLICY, CODEC, talk(), problems=P, samples=K, max_tokens=40, slots=6, segments=2))
+    return jax.jit(make_evaluate(POLICY, CODEC, talk(), problems=P, samples=K, max_tokens=40, slots=6, segments=2))
 
 
 def run(seed=0, temperature=1.0, **env_params):

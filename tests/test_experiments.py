@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fast
 import numpy as np
 import pytest
 from absl import flags
@@ -26,8 +27,6 @@ import reporting  # noqa: E402
 import settings as settings_lib  # noqa: E402
 import train as training  # noqa: E402
 
-# What is tested is the programs around XLA, so XLA itself may be quick and careless.
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 WORDS = EXPERIMENTS / "data" / "arithmetic_words.jsonl"
 TINY = (
     "--layers=1", "--width=16", "--heads=2", "--mlp_width=32", "--supervised_steps=12", "--supervised_episodes=8",
@@ -38,7 +37,7 @@ TINY = (
 
 
 def start(program, *arguments):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"XLA_FLAGS": FAST, "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "XLA_FLAGS": fast.XLA_FLAGS, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(EXPERIMENTS / program), *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
 

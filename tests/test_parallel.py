@@ -17,7 +17,6 @@ import two_process as small
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jitted import FAST_COMPILE
 
 from agentrl_jax import envs, models, parallel, train
 from agentrl_jax.rollout import rollout
@@ -41,11 +40,11 @@ def outcomes(state, step, caplog=None):
 
 @functools.cache
 def one_device():
-    init = jax.jit(small.init, compiler_options=FAST_COMPILE)
+    init = jax.jit(small.init)
     step = train.make_step(small.POLICY, small.CODEC, small.ENV, small.ALGORITHM, small.CONFIG)
     state = init(KEY)
     before = small.outcome(state, {})
-    return [before, *outcomes(state, jax.jit(step, compiler_options=FAST_COMPILE))]
+    return [before, *outcomes(state, jax.jit(step))]
 
 
 def assert_equal(found, steps=small.STEPS):
@@ -88,7 +87,7 @@ def test_a_mesh_equals_one_device(name, caplog):
 
 def test_pmap_data_parallel_equals_one_device(caplog):
     step = parallel.pmap_data_parallel(small.POLICY, small.CODEC, small.ENV, small.ALGORITHM, small.CONFIG)
-    assert_equal(outcomes(jax.jit(small.init, compiler_options=FAST_COMPILE)(KEY), step, caplog))
+    assert_equal(outcomes(jax.jit(small.init)(KEY), step, caplog))
 
 
 def test_two_processes_equal_one(tmp_path):
@@ -120,7 +119,7 @@ def test_two_processes_equal_one(tmp_path):
 
 
 def jit(f):
-    return jax.jit(f, compiler_options=FAST_COMPILE)
+    return jax.jit(f)
 
 
 def player(play, **options):

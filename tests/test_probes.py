@@ -11,13 +11,12 @@ from agentrl_jax.envs.probes import CONTEXTS, DELAY, LIMIT, NAMES, optimal_value
 from agentrl_jax.text import literal, to_str
 
 # Compiling is nearly all the cost of these tests.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def jitted(name):
     env = make(name)
-    return jit(env.reset), jit(env.step), jit(env.expert)
+    return jax.jit(env.reset), jax.jit(env.step), jax.jit(env.expert)
 
 
 def play(name, *, discount=1.0, reward=1.0, seed=0, write=None):

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import fast
 import jax
 import numpy as np
 import pytest
@@ -29,7 +30,6 @@ TINY = (
     f"--supervised_steps={SUPERVISED}", "--supervised_episodes=8", f"--steps={RL}", "--episodes=16", "--group_size=4",
     "--eval_every=4", "--eval_problems=8", "--eval_samples=2", "--save_every=5", "--keep_last=4", "--progress=off",
 )  # fmt: skip
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def launch(place, name, *arguments):
     root, cache = place
     command = [sys.executable, str(EXPERIMENTS / "train.py"), f"--root={root}", f"--name={name}", "--resume"]
     fresh = () if (root / name / "config.json").exists() else TINY
-    env = {**os.environ, "XLA_FLAGS": FAST, "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "XLA_FLAGS": fast.XLA_FLAGS, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [*command, f"--compile_cache={cache}", *fresh, *arguments],
         env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.key_reuse import _core as key_reuse
 from rollout_oracle import Talk, assert_equal, play, talk
-from tiny import CODEC, POLICY, biased, jit, params
+from tiny import CODEC, POLICY, biased, params
 
 from agentrl_jax import TransformerConfig, codecs, envs, scoring, text, transformer_policy
 from agentrl_jax.envs import canonical_params
@@ -52,13 +52,13 @@ SCHEDULES = {
 
 @functools.cache
 def program(schedule="some"):
-    return jit(talking(**SCHEDULES[schedule]))
+    return jax.jit(talking(**SCHEDULES[schedule]))
 
 
 @functools.cache
 def short():
     """Little room, and a cut action ends the episode."""
-    return jit(talking(talk("end"), SHORT, 1))
+    return jax.jit(talking(talk("end"), SHORT, 1))
 
 
 def run(fn=None, p=None, seed=0, ids=None, env_params=None, **fields):
@@ -165,7 +165,7 @@ def test_a_cut_action_ends_the_episode_where_the_environment_says_so():
 def test_guess_agrees_with_the_oracle_and_draws_its_own_tasks():
     env = envs.make("guess", max_turns=5)
     p, key = biased(b"0123456789", 6.0, 7.0), jax.random.key(3)
-    traj = jit(
+    traj = jax.jit(
         lambda p, key: rollout(POLICY, CODEC, env, p, key, episodes=4, slots=2, max_tokens=72, group_size=2, version=7)
     )(p, key)
     traj = jax.tree.map(np.asarray, traj)
@@ -190,9 +190,9 @@ def test_calculator_agrees_with_the_oracle():
     env = envs.make("calculator", max_operators=1, max_digits=2, max_depth=0)
     p, key, teacher = biased(b"0123456789 \n", 6.0, 7.0), jax.random.key(5), [1, 0, 2]
     begin = Start(teacher_turns=jnp.asarray(teacher, jnp.int32))
-    traj = jit(lambda p, key: rollout(POLICY, CODEC, env, p, key, episodes=3, slots=2, max_tokens=120, start=begin))(
-        p, key
-    )
+    traj = jax.jit(
+        lambda p, key: rollout(POLICY, CODEC, env, p, key, episodes=3, slots=2, max_tokens=120, start=begin)
+    )(p, key)
     traj = jax.tree.map(np.asarray, traj)
     check_stream(traj, env.spec, 1)
     for e in range(3):
@@ -210,7 +210,7 @@ def test_calculator_agrees_with_the_oracle():
 @functools.cache
 def restarting():
     env = envs.make("probe_restart")
-    return jit(
+    return jax.jit(
         lambda p, key, heat, k, mass: rollout(
             POLICY,
             CODEC,
@@ -281,7 +281,7 @@ def test_tasks_follow_the_ids_of_a_larger_batch():
     env = envs.make("probe_observation")
     begin = Start(teacher_turns=jnp.ones(N, jnp.int32))
     sizes = {"episodes": N, "slots": 4, "max_tokens": 8, "group_size": 2, "start": begin}
-    fn = jit(lambda key, ids: rollout(None, CODEC, env, None, key, episode_ids=ids, **sizes))
+    fn = jax.jit(lambda key, ids: rollout(None, CODEC, env, None, key, episode_ids=ids, **sizes))
     order = np.asarray([5, 2, 7, 0, 1, 6, 3, 4])
     straight, permuted = (fn(jax.random.key(4), jnp.asarray(ids, jnp.int32)) for ids in (np.arange(N), order))
     assert_same(
@@ -318,7 +318,7 @@ def test_randomness_is_in_the_key():
 
 @functools.cache
 def over_seeds():
-    return jit(jax.vmap(talking(), (0, 0, None, None, None)))
+    return jax.jit(jax.vmap(talking(), (0, 0, None, None, None)))
 
 
 def test_vmap_over_keys_and_parameters_equals_one_at_a_time():
@@ -442,7 +442,7 @@ def test_an_expert_beyond_the_budget_is_cut_like_anyone(cut_action):
     env = talk(cut_action)._replace(expert=lambda k, s, p: text.where(jax.random.bernoulli(k), long, short))
     begin = Start(teacher_turns=jnp.full(4, 9, jnp.int32))
     sizes = {"episodes": 4, "slots": 2, "max_tokens": T, "segments": 2, "start": begin}
-    traj = jit(lambda key: rollout(None, CODEC, env, None, key, **sizes))(jax.random.key(1))
+    traj = jax.jit(lambda key: rollout(None, CODEC, env, None, key, **sizes))(jax.random.key(1))
     traj = jax.tree.map(np.asarray, traj)
     for e in range(4):
         rows = play(None, env, None, jax.random.key(1), episode=e, max_tokens=T, segments=2, teacher_turns=9)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import batch, masks, trajectory
-from tiny import CODEC, POLICY, jit, params
+from tiny import CODEC, POLICY, params
 
 from agentrl_jax import scoring
 from agentrl_jax.scoring import View
@@ -29,7 +29,7 @@ def rows():
 
 @functools.cache
 def scored(chunk, view=None):
-    return jit(lambda p, b: scoring.score(POLICY, p, view or View(), b, allowed=ALLOWED, chunk=chunk))
+    return jax.jit(lambda p, b: scoring.score(POLICY, p, view or View(), b, allowed=ALLOWED, chunk=chunk))
 
 
 def directly(p, tokens, temperature):
@@ -76,7 +76,7 @@ def slope(chunk):
 
 
 def test_gradients_in_chunks_equal_the_whole():
-    whole, pieces = (jit(slope(chunk))(with_value(), rows()) for chunk in (None, 13))
+    whole, pieces = (jax.jit(slope(chunk))(with_value(), rows()) for chunk in (None, 13))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, pieces)
     assert all(np.any(x) for name, x in whole.items())
 

@@ -9,7 +9,7 @@ import pytest
 from batches import batch, masks, tools, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CODEC, POLICY, jit, params
+from tiny import CODEC, POLICY, params
 
 from agentrl_jax import algorithms, groups, objectives, scoring, stages, update
 from agentrl_jax.types import Score
@@ -74,7 +74,7 @@ def compiled(name, segments):
         _, out, metrics = apply(STAGES[name], b, tools(b.traj, groups=2, segments=segments), memory)
         return out.adv, out.target, out.traj.reward, metrics
 
-    return jit(run)
+    return jax.jit(run)
 
 
 @settings(deadline=None, max_examples=15)
@@ -179,7 +179,7 @@ def test_a_group_of_equals_teaches_nothing():
     hyper = {k: jnp.float32(v) for k, v in algorithm.hyper.items()}
     _, b, metrics = algorithm.prepare((), traj, tools(traj), hyper, KEY)
     score = lambda p, name, b: scoring.score(POLICY, p["policy"], scoring.View(), b)  # noqa: E731
-    grads, loss, _ = jit(
+    grads, loss, _ = jax.jit(
         lambda p, b: update.gradient(algorithm, score, p, algorithm.weigh(b, hyper, 1), hyper, single=True)
     )({"policy": params()}, b)
     assert loss == 0 and not any(np.any(g) for g in jax.tree.leaves(grads))

@@ -19,7 +19,6 @@ from agentrl_jax.text import literal, to_str
 
 DATA = Path(__file__).parents[1] / "experiments" / "data" / "arithmetic_words.jsonl"
 # Compiling is nearly all the cost of these tests.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 OK = b'{"prompt": "one", "answer": 1}\n'
 
 
@@ -128,7 +127,7 @@ def test_a_file_without_usable_rows_is_refused(tmp_path):
 
 @functools.cache
 def _matches(ignore_case):
-    return jit(functools.partial(matches, ignore_case=ignore_case))
+    return jax.jit(functools.partial(matches, ignore_case=ignore_case))
 
 
 def agree(given_text, wanted, ignore_case=False):
@@ -208,9 +207,7 @@ def test_any_bytes_agree_only_as_text_or_as_numbers(left, right):
 def environment():
     env = make("tasks", path=str(DATA))
     # The tool compiles to a large program; these tests do not need it fast.
-    return env, *(
-        jit(f, compiler_options={"xla_backend_optimization_level": 0}) for f in (env.reset, env.step, env.expert)
-    )
+    return env, *(jax.jit(f) for f in (env.reset, env.step, env.expert))
 
 
 def start(seed=0):
@@ -229,7 +226,7 @@ def test_the_prompt_is_the_first_observation_and_rows_are_drawn_evenly():
     assert to_str(ts.observation) == row.prompt.decode()
     env = environment()[0]
     keys = jax.random.split(jax.random.key(0), 6000)
-    drawn = jit(jax.vmap(lambda k: env.reset(k, env.params)[0].row))(keys)
+    drawn = jax.jit(jax.vmap(lambda k: env.reset(k, env.params)[0].row))(keys)
     count = np.bincount(np.asarray(drawn), minlength=300)
     assert count.shape == (300,) and count.min() > 4 and count.max() < 45
 
@@ -307,9 +304,9 @@ def test_without_an_expression_the_expert_answers_at_once(tmp_path):
     params = canonical_params(env.params._replace(teacher_noise=0.0))
     for row, text in ((0, "answer 1"), (1, "answer Wien")):
         state = State(jnp.int32(row), jnp.int32(0))
-        assert to_str(jit(env.expert)(jax.random.key(0), state, params)) == text
-        assert to_str(jit(env.privileged)(state)) == text[7:]
-    assert float(jit(env.step)(jax.random.key(0), state, literal("answer wien", 48), params)[1].reward) == 1
+        assert to_str(jax.jit(env.expert)(jax.random.key(0), state, params)) == text
+        assert to_str(jax.jit(env.privileged)(state)) == text[7:]
+    assert float(jax.jit(env.step)(jax.random.key(0), state, literal("answer wien", 48), params)[1].reward) == 1
 
 
 def test_sizes_that_cannot_hold_the_table_are_refused():
@@ -327,7 +324,7 @@ def test_the_split_of_a_file():
     sides = []
     for split in ("train", "test"):
         side = held_out(env, split)
-        state, ts = jit(jax.vmap(side.reset, (0, None)))(keys, canonical_params(side.params))
+        state, ts = jax.jit(jax.vmap(side.reset, (0, None)))(keys, canonical_params(side.params))
         assert not np.asarray(ts.info["split_miss"]).any()
         sides.append(set(np.asarray(state.inner.row).tolist()))
     assert not sides[0] & sides[1] and len(sides[1]) == test and len(sides[0]) == train

@@ -44,7 +44,6 @@ def _numbers() -> Environment:
 NUMBERS = _numbers()
 KEYS = 4096
 # Compiling is nearly all the cost of these tests.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def draws(env, params=None, n=KEYS):
@@ -55,7 +54,7 @@ def draws(env, params=None, n=KEYS):
 
 @functools.cache
 def batched_reset(env):
-    return jit(jax.vmap(env.reset, (0, None)))
+    return jax.jit(jax.vmap(env.reset, (0, None)))
 
 
 # --- turn_limit and with_reward ---------------------------------------------------------------------------------------
@@ -63,7 +62,7 @@ def batched_reset(env):
 
 def run(env, write, seed=0):
     params, key = canonical_params(env.params), jax.random.key(seed)
-    reset, step = jit(env.reset), jit(env.step)
+    reset, step = jax.jit(env.reset), jax.jit(env.step)
     state, ts = reset(key, params)
     steps = [ts]
     for k in range(env.spec.max_turns):
@@ -169,9 +168,9 @@ def test_a_mixture_plays_each_row_as_its_member_would():
     env = mixture([make("probe_transition"), make("probe_observation"), make("probe_truncation")])
     params = canonical_params(env.params)
     keys = jax.random.split(jax.random.key(2), 24)
-    state, first = jit(jax.vmap(env.reset, (0, None)))(keys, params)
+    state, first = jax.jit(jax.vmap(env.reset, (0, None)))(keys, params)
     action = jax.vmap(lambda k: literal("1", 2))(keys)
-    _, ts = jit(jax.vmap(env.step, (0, 0, 0, None)))(keys, state, action, params)
+    _, ts = jax.jit(jax.vmap(env.step, (0, 0, 0, None)))(keys, state, action, params)
     picked = np.asarray(first.info["env"])
     assert set(picked) == {0, 1, 2} and (np.asarray(ts.info["env"]) == picked).all()
     seen = [to_str(jax.tree.map(lambda x, r=r: x[r], first.observation)) for r in range(24)]
@@ -208,9 +207,9 @@ def test_mixture_conforms_with_and_without_experts_and_anchors():
 def test_the_anchor_of_a_mixture_is_the_member_s():
     env = mixture([make("guess"), make("probe_transition")])
     states, steps = draws(env, n=8)
-    anchors = jit(jax.vmap(env.anchor))(states)
-    guessed = jit(jax.vmap(make("guess").anchor))(states.members[0])
-    hashed = jit(jax.vmap(hash_))(steps.observation)
+    anchors = jax.jit(jax.vmap(env.anchor))(states)
+    guessed = jax.jit(jax.vmap(make("guess").anchor))(states.members[0])
+    hashed = jax.jit(jax.vmap(hash_))(steps.observation)
     picked = np.asarray(steps.info["env"])
     assert set(picked) == {0, 1}
     assert (np.asarray(anchors) == np.where(picked == 0, guessed, hashed)).all()
@@ -259,7 +258,7 @@ def test_a_split_draw_does_not_depend_on_the_batch():
     params = canonical_params(env.params)
     keys = jax.random.split(jax.random.key(5), 64)
     state, _ = draws(env, n=64)
-    alone = [int(jit(env.reset)(key, params)[0].inner) for key in keys[:5]]
+    alone = [int(jax.jit(env.reset)(key, params)[0].inner) for key in keys[:5]]
     assert alone == np.asarray(state.inner)[:5].tolist()
 
 

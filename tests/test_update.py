@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from batches import batch, masks, trajectory
-from tiny import CODEC, POLICY, jit, params
+from tiny import CODEC, POLICY, params
 
 from agentrl_jax import (
     TransformerConfig,
@@ -60,7 +60,7 @@ def weighed(b, mode, norm=20.0):
 
 @functools.cache
 def gradient(microbatches=1, widths=(), single=False):
-    return jit(
+    return jax.jit(
         lambda p, b, h: update.gradient(
             everything(), score, p, b, h, microbatches=microbatches, widths=widths, single=single
         )
@@ -120,7 +120,7 @@ def test_nothing_to_learn_from_is_nothing_learned_and_is_visible():
     b = rows()._replace(mask=jnp.zeros((U, T), bool))
     algorithm = everything()._replace(weigh=objectives.weigh_tokens("seq-mean-token-mean"))
     state = start(algorithm, UpdateConfig())
-    after, metrics = jit(lambda s, b: update.update(algorithm, UpdateConfig(), score, s, b, jax.random.key(0)))(
+    after, metrics = jax.jit(lambda s, b: update.update(algorithm, UpdateConfig(), score, s, b, jax.random.key(0)))(
         state, b
     )
     jax.tree.map(np.testing.assert_array_equal, state.params, after.params)
@@ -181,7 +181,7 @@ def test_the_first_step_is_the_policy_gradient_of_the_real_model(name):
         later = update.gradient(algorithm, scores, p, b._replace(logp_old=logp), hyper)
         return expected, first, later
 
-    expected, *ways = jit(both)(p, b)
+    expected, *ways = jax.jit(both)(p, b)
     for grads, _, metrics in ways:
         assert_close(grads, expected)
         done = metrics_lib.finalize(metrics)
@@ -232,7 +232,7 @@ def test_clipping_sees_the_whole_minibatch():
 
 def test_the_schedule_counts_updates_not_micro_batches():
     begin, b, step = line(np.ones((4, 2)), microbatches=4, schedule="linear")
-    state, step, rates = begin(decay=10.0), jit(step), []
+    state, step, rates = begin(decay=10.0), jax.jit(step), []
     for _ in range(10):
         state, metrics = step(state, b)
         rates.append(float(metrics["learning_rate"][0]))

@@ -15,11 +15,8 @@ import numpy as np
 from agentrl_jax import codecs
 from agentrl_jax.policy import Output, Policy
 
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CODEC = codecs.byte()
 WIDTH = 16
-
-jit = functools.partial(jax.jit, compiler_options=FAST)
 
 
 def _init(key):

@@ -8,14 +8,15 @@ import os
 import sys
 from pathlib import Path
 
+import fast
+
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    os.environ["XLA_FLAGS"] = fast.flags(devices=2)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jitted import FAST_COMPILE
 
 from agentrl_jax import codecs, envs, models, objectives, parallel, stages, train
 from agentrl_jax import metrics as metrics_lib
@@ -105,17 +106,17 @@ def mesh_program(mesh, **options):
     """``(state, step)`` over a mesh; the state is born where it lies."""
     key = jax.random.key(0)
     sharding = parallel.state_sharding(mesh, jax.eval_shape(init, key))
-    state = jax.jit(init, out_shardings=sharding, compiler_options=FAST_COMPILE)(key)
+    state = jax.jit(init, out_shardings=sharding)(key)
     rollout = parallel.sharded_rollout(mesh, **options)
     step = train.make_step(POLICY, CODEC, ENV, ALGORITHM, CONFIG, rollout=rollout)
-    return state, parallel.jit_step(step, mesh, sharding, compiler_options=FAST_COMPILE)
+    return state, parallel.jit_step(step, mesh, sharding)
 
 
 def main(port, rank, processes, path):
     parallel.initialize(f"127.0.0.1:{port}", int(processes), int(rank), initialization_timeout=60)
     mesh = parallel.make_mesh(data=int(processes), fsdp=2)
     state, step = mesh_program(mesh)
-    gather = jax.jit(lambda s: s, out_shardings=jax.NamedSharding(mesh, jax.P()), compiler_options=FAST_COMPILE)
+    gather = jax.jit(lambda s: s, out_shardings=jax.NamedSharding(mesh, jax.P()))
     saved = {}
     for i in range(STEPS):
         state, metrics = step(state)
