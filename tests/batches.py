@@ -81,5 +81,6 @@ def tools(traj: Trajectory, *, groups=1, segments=1, single=True, scores=None, g
         return Score(*(jnp.zeros(of.traj.tokens.shape),) * 3, jnp.zeros(of.traj.length.shape))
 
     return Tools(
-        no_roll, scores or score, traj.tokens.shape[0] // segments, group_size, groups, segments, single
+        no_roll, scores or score, traj.tokens.shape[0] // segments, group_size, groups, segments, single,
+        traj.tokens.shape[1], traj.steps["played"].shape[1], CODEC,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from agentrl_jax import (
     stages,
     train,
 )
+from agentrl_jax.algorithm import Shape
 
 ENV = envs.make("probe_observation")
 NAMES = ("behavior_cloning", "grpo", "online_dpo", "ppo", "reinforce", "rloo")
@@ -213,7 +214,7 @@ def test_the_caller_keeps_his_arrays():
 
 
 def test_presets_keep_no_state_but_their_memory():
-    memories = {name: algorithms.make(name).init(jax.random.key(0)) for name in NAMES}
+    memories = {name: algorithms.make(name).init(jax.random.key(0), Shape(4, 2, 8, 2)) for name in NAMES}
     assert [name for name, memory in memories.items() if jax.tree.leaves(memory)] == ["reinforce"]
-    assert algorithms.make("reinforce", baseline="none").init(jax.random.key(0)) == ()
+    assert algorithms.make("reinforce", baseline="none").init(jax.random.key(0), Shape(4, 2, 8, 2)) == ()
     assert Hyper().algorithm == {}

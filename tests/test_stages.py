@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny import CODEC, POLICY, params
 
 from agentrl_jax import algorithms, groups, objectives, scoring, stages, update
+from agentrl_jax.algorithm import Shape
 from agentrl_jax.types import Score
 
 KEY = jax.random.key(0)
@@ -116,7 +117,7 @@ def test_only_an_episodes_last_row_bootstraps_and_only_when_cut():
 
 def test_the_baseline_is_a_running_mean_of_the_past():
     algorithm = algorithms.reinforce()
-    memory, values = algorithm.init(KEY), []
+    memory, values = algorithm.init(KEY, Shape(4, 2, 8, 2)), []
     for reward in (1.0, 1.0, 0.0):
         traj = trajectory([[0, 1, 1]] * 2, reward=[[0, 0, reward]] * 2)
         stage = stages.return_to_go("ema", decay=0.5)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from agentrl_jax.codecs.base import Codec
 from agentrl_jax.scoring import View
 from agentrl_jax.types import Array, Batch, Metrics, PyTree, Score, Start, Trajectory
 
@@ -65,12 +66,16 @@ class Tools(NamedTuple):
     """What a step lends to an algorithm; every function uses the parameters at the start of the step.
 
     Attributes:
-      roll: ``(key, call=0, start=None, expert=False) -> Trajectory``; calls with another number are independent. With
-        ``expert`` the scripted teacher writes every turn and the model is not run.
+      roll: ``(key, call=0, start=None, expert=False, episodes=None, group_size=None, record=False) -> Trajectory``;
+        calls with another number are independent. With ``expert`` the scripted teacher writes every turn and the model
+        is not run; ``episodes`` and ``group_size`` are static and the step's by default; with ``record`` the
+        trajectory keeps the environment's state before every action (``branching.branch``).
       score: ``(View, Batch) -> Score``, without gradient.
       episodes, group_size, groups, segments: static sizes of a rollout.
       single: the step makes one update, from the parameters that sampled: ``logp_old`` then is the policy's own
         log-probability under stop-gradient, and needs no scoring of its own.
+      max_tokens, max_turns: static sizes of an episode.
+      codec: what tokens are.
     """
 
     roll: Callable[..., Trajectory]
@@ -80,11 +85,23 @@ class Tools(NamedTuple):
     groups: int
     segments: int
     single: bool
+    max_tokens: int
+    max_turns: int
+    codec: Codec
 
 
-def no_memory(key: Array) -> PyTree:
+class Shape(NamedTuple):
+    """Static sizes of a step that memory may depend on."""
+
+    episodes: int
+    group_size: int
+    max_tokens: int
+    max_turns: int
+
+
+def no_memory(key: Array, shape: Shape) -> PyTree:
     """No state between steps."""
-    del key
+    del key, shape
     return ()
 
 
@@ -112,8 +129,9 @@ class Algorithm(NamedTuple):
       hyper: every number read by these functions: traced.
       needs: what must be there, refused before compile when it is not: ``critic``, ``reference``, ``expert``, ``pairs``
         (groups of two or more), ``group`` (likewise, for statistics), ``single`` (one update a step: the loss does not
-        correct for a policy that has moved on).
-      init: ``(key) -> memory``.
+        correct for a policy that has moved on), ``logp_old`` (a stage sets ``Batch.logp_old``, and it stays),
+        ``one_segment`` (contexts do not restart), ``parts:NAME`` (the environment reports ``NAME`` in its info).
+      init: ``(key, Shape) -> memory``: moving averages, histories, ring buffers.
       collect: ``(memory, Tools, hyper, key) -> (memory, Trajectory)``.
       views: what is scored under gradient, by name. When a step makes a single update ``Batch.logp_old`` is taken from
         the view called ``policy``; where there is none, ``prepare`` must score it (``score_policy(always=True)``).
@@ -126,7 +144,7 @@ class Algorithm(NamedTuple):
     loss: Callable[[dict[str, Score], Batch, dict[str, Array]], tuple[Array, Metrics]]
     hyper: dict[str, float]
     needs: frozenset[str] = frozenset()
-    init: Callable[[Array], PyTree] = no_memory
+    init: Callable[[Array, Shape], PyTree] = no_memory
     collect: Callable[..., tuple[PyTree, Trajectory]] = roll_once
     views: dict[str, View] = POLICY_VIEW
     finish: Callable[[TrainState, Metrics, dict[str, Array]], TrainState] = keep_state

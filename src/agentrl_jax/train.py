@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax import scoring, update
-from agentrl_jax.algorithm import Algorithm, Hyper, Tools, TrainState, start_for_expert
+from agentrl_jax.algorithm import Algorithm, Hyper, Shape, Tools, TrainState, start_for_expert
 from agentrl_jax.checks import check_numbers, known
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment, canonical_params, played_member
@@ -27,7 +27,7 @@ from agentrl_jax.update import UpdateConfig
 
 Step = Callable[[TrainState], tuple[TrainState, Metrics]]
 
-NEEDS = ("critic", "expert", "group", "pairs", "reference", "single")
+NEEDS = ("critic", "expert", "group", "logp_old", "one_segment", "pairs", "reference", "single")
 """What ``Algorithm.needs`` may name."""
 
 RESERVED = (
@@ -119,9 +119,16 @@ def _check_sizes(codec: Codec, config: TrainConfig) -> None:
 
 def _check_needs(policy: Policy, env: Environment, algorithm: Algorithm, config: TrainConfig) -> None:
     name, needs = algorithm.name, algorithm.needs
-    unknown = sorted(needs - set(NEEDS))
+    parts = sorted(need.removeprefix("parts:") for need in needs if need.startswith("parts:"))
+    unknown = sorted(need for need in needs if need not in NEEDS and not need.startswith("parts:"))
     if unknown:
-        raise ValueError(f"{name} needs {unknown}, which nothing provides; known: {', '.join(NEEDS)}")
+        raise ValueError(f"{name} needs {unknown}, which nothing provides; known: {', '.join(NEEDS)}, parts:NAME")
+    missing = sorted(set(parts) - set(dict(env.spec.info)))
+    if missing:
+        there = ", ".join(dict(env.spec.info)) or "nothing"
+        raise ValueError(f"{name} needs the parts {missing} in the environment's info; {env.name} reports: {there}")
+    if "one_segment" in needs and config.segments > 1:
+        raise ValueError(f"{name} does not play contexts that restart: segments must be 1, got {config.segments}")
     if needs & {"group", "pairs"} and config.group_size < 2:
         raise ValueError(f"{name} compares members of a group: group_size must be at least 2, got 1")
     if "critic" in needs and not policy.has_value:
@@ -170,6 +177,7 @@ def make_init(
     ``params`` are copied too, so that donating the state leaves the caller's arrays alone.
     """
     check(policy, codec, env, algorithm, config)
+    shape = Shape(config.episodes, config.group_size, config.max_tokens, env.spec.max_turns)
 
     def init(key: Array, hyper: Hyper | None = None, params: PyTree | None = None) -> TrainState:
         hyper = make_hyper(algorithm, env) if hyper is None else hyper
@@ -190,7 +198,7 @@ def make_init(
             opt_state=update.direction(config.update).init(trained),
             updates=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
-            memory=algorithm.init(memory_key),
+            memory=algorithm.init(memory_key, shape),
             hyper=copy(hyper),
             key=key,
         )
@@ -262,21 +270,26 @@ def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState
 
     groups = config.episodes // config.group_size
 
-    def roll(key: Array, call: int = 0, start: Start | None = None, expert: bool = False) -> Trajectory:
+    def roll(
+        key: Array, call: Array | int = 0, start: Start | None = None, expert: bool = False,
+        episodes: int | None = None, group_size: int | None = None, record: bool = False,
+    ) -> Trajectory:  # fmt: skip
+        episodes = config.episodes if episodes is None else episodes
+        slots = min(config.slots or episodes, episodes)
         if start is not None and "pairs" in algorithm.needs:
             check_start(start, groups)
         if expert:
             start = (start or Start())._replace(
-                teacher_turns=start_for_expert(config.episodes, env.spec.max_turns).teacher_turns
+                teacher_turns=start_for_expert(episodes, env.spec.max_turns).teacher_turns
             )
         return rollout(
             None if expert else policy, codec, env, None if expert else state.params["policy"],
-            jax.random.fold_in(key, call), episodes=config.episodes, slots=config.slots or config.episodes,
-            max_tokens=config.max_tokens, group_size=config.group_size, env_params=state.hyper.env_params,
+            jax.random.fold_in(key, call), episodes=episodes, slots=slots,
+            max_tokens=config.max_tokens, group_size=group_size or config.group_size, env_params=state.hyper.env_params,
             temperature=state.hyper.temperature, start=start, segments=config.segments, version=state.step,
-            chunk=config.chunk, feed_rows=config.feed_rows,
+            chunk=config.chunk, feed_rows=config.feed_rows, record=_whole_state if record else None,
             # A rollout of the expert's alone only steps environments: the more at once the better.
-            env_rows=config.slots or config.episodes if expert else config.env_rows,
+            env_rows=slots if expert else config.env_rows,
         )  # fmt: skip
 
     def score(view: scoring.View, batch: Batch) -> Any:
@@ -285,10 +298,17 @@ def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState
         allowed = jnp.asarray(codec.sampleable)
         return scoring.score(policy, params, view, batch, allowed=allowed, chunk=config.vocab_chunk)
 
+    # Where a stage sets `logp_old` itself (replayed episodes), the update must not put the policy's own in its place.
+    single = structure.epochs == structure.minibatches == 1 and "logp_old" not in algorithm.needs
     return Tools(
-        roll, score, config.episodes, config.group_size, groups, config.segments,
-        structure.epochs == structure.minibatches == 1,
+        roll, score, config.episodes, config.group_size, groups, config.segments, single, config.max_tokens,
+        env.spec.max_turns, codec,
     )  # fmt: skip
+
+
+def _whole_state(state: PyTree) -> PyTree:
+    """What ``roll(record=True)`` keeps before every action: enough to go on from there."""
+    return state
 
 
 def rollout_metrics(traj: Trajectory, segments: int = 1, members: tuple[str, ...] = ()) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from agentrl_jax import groups, objectives, stages
-from agentrl_jax.algorithm import Algorithm
+from agentrl_jax.algorithm import Algorithm, Shape
 from agentrl_jax.types import Array
 
 
@@ -23,8 +23,8 @@ def reinforce(
     Source: Williams, 1992. The token sum keeps the estimator unbiased: a mean would weigh episodes by their length.
     """
 
-    def init(key: Array) -> tuple[Array, Array] | tuple[()]:
-        del key
+    def init(key: Array, shape: Shape) -> tuple[Array, Array] | tuple[()]:
+        del key, shape
         return (jnp.zeros(()), jnp.zeros(())) if baseline == "ema" else ()
 
     return Algorithm(
