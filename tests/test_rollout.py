@@ -537,7 +537,7 @@ TEACHER = Start(teacher_turns=jnp.ones(4, jnp.int32))
         ({"group_size": 3}, r"episodes \(4\) must be a multiple of group_size \(3\)"),
         ({"slots": 5}, r"slots \(5\) must be at most episodes \(4\)"),
         ({"env": talk()._replace(spec=talk().spec._replace(roles=2))}, "talk has 2 roles"),
-        ({"start": Start(prefix=0)}, "start.prefix must be None"),
+        ({"start": Start(prefix=0)}, "start.prefix must be a Prefix"),
         ({"env": no_expert(), "start": TEACHER}, "teacher_turns needs an expert, and talk has none"),
         ({"policy": None}, "policy is None: start.teacher_turns must be given"),
         ({"start": Start(active=jnp.ones(3, bool))}, r"start.active must have shape \(4,\), got \(3,\)"),

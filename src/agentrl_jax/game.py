@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from agentrl_jax import stream
+from agentrl_jax import branching, stream
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment, canonical, canonical_params
 from agentrl_jax.policy import Policy
-from agentrl_jax.types import Array, PyTree, Start, TimeStep
+from agentrl_jax.types import Array, Prefix, PyTree, Start, TimeStep
 
 STEPS = {"reward": "float32", "anchor": "uint32", "cut": "bool", "played": "bool", "thinking": "int32"}
 """What ``Trajectory.steps`` holds beside the environment's info."""
@@ -70,6 +70,7 @@ class Game(NamedTuple):
     active_count: Array
     filters: dict[str, Array]
     record: Callable[[PyTree], PyTree] | None
+    prefix: Prefix | None
 
     @property
     def budget(self) -> int:
@@ -109,8 +110,6 @@ def check(policy: Policy | None, codec: Codec, env: Environment, sizes: Sizes, s
         raise ValueError(f"slots ({sizes.slots}) must be at most episodes ({sizes.episodes})")
     if env.spec.roles != 1:
         raise ValueError(f"{env.name} has {env.spec.roles} roles; the rollout plays one seat")
-    if start.prefix is not None:
-        raise ValueError("start.prefix must be None: the rollout starts episodes at their reset")
     if start.teacher_turns is not None and env.expert is None:
         raise ValueError(f"teacher_turns needs an expert, and {env.name} has none")
     if policy is None and start.teacher_turns is None:
@@ -121,6 +120,10 @@ def check(policy: Policy | None, codec: Codec, env: Environment, sizes: Sizes, s
     for name, value in start._asdict().items():
         if name not in ("params", "prefix") and value is not None and jnp.shape(value) != (sizes.episodes,):
             raise ValueError(f"start.{name} must have shape ({sizes.episodes},), got {jnp.shape(value)}")
+    if start.prefix is not None:
+        if sizes.segments != 1:
+            raise ValueError(f"start.prefix continues rows of one context: segments must be 1, got {sizes.segments}")
+        branching.check_prefix(start.prefix, env, (*dict(env.spec.info), *STEPS), sizes.episodes, sizes.max_tokens)
 
 
 def check_vocabulary(policy: Policy, codec: Codec, params: PyTree) -> None:
@@ -229,6 +232,12 @@ def prepare(
         first = jax.tree.map(lambda x: jnp.repeat(x, sizes.group_size, axis=0), first)
     fold = jax.vmap(lambda e, d: jax.random.fold_in(jax.random.fold_in(play_key, e), d), (0, None))
     active = jnp.ones(n, bool) if start.active is None else start.active.astype(bool)
+    prefix = start.prefix
+    if prefix is not None:
+        if record is not None:
+            branching.check_record(prefix, jax.eval_shape(jax.vmap(record), first[0]), env.spec.max_turns)
+        budget = codec.max_tokens(env.spec.max_action) + 1
+        prefix, active = branching.settle(prefix, active, codec.pad, budget, env.spec.max_turns)
     given = jnp.asarray(temperature, jnp.float32) if start.temperature is None else start.temperature
     return Game(
         policy=policy,
@@ -250,6 +259,7 @@ def prepare(
         active_count=jnp.sum(active, dtype=jnp.int32),
         filters={},
         record=record,
+        prefix=prefix,
     )
 
 

@@ -304,11 +304,12 @@ def _trajectory(game: Game, rows: Slots, version: Array | int) -> Trajectory:
     episode = jnp.arange(count, dtype=jnp.int32) // segments
     mask, expert, turn = stream.unpack(rows.meta, rows.length)
     none = jnp.full(count, -1, jnp.int32)
+    parent, branch = (none, none) if game.prefix is None else (game.prefix.parent, game.prefix.branch)
     return Trajectory(
         tokens=rows.tokens, mask=mask, expert=expert, logp=rows.logp, reward=rows.reward, turn=turn, length=rows.length,
         terminated=rows.phase == RUN, truncated=rows.phase == DONE,
         task=game.task[episode], group=game.group[episode], episode=episode,
         role=jnp.zeros(count, jnp.int32), segment=jnp.arange(count, dtype=jnp.int32) % segments,
-        version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), (count,)), parent=none, branch=none,
+        version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), (count,)), parent=parent, branch=branch,
         temperature=game.temperature[episode], steps=rows.steps, record=rows.record,
     )  # fmt: skip

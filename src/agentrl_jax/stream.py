@@ -59,6 +59,11 @@ class Slots(NamedTuple):
     env: PyTree
 
 
+def pack(written: Array, expert: Array, turn: Array) -> Array:
+    """``meta [B, T]`` of which ``unpack`` gives these back, wherever ``turn`` is not -1."""
+    return jnp.maximum(turn, 0) * _TURN + written * _WRITTEN + expert * _EXPERT
+
+
 def unpack(meta: Array, length: Array) -> tuple[Array, Array, Array]:
     """``(written, expert, turn)`` of ``meta [B, T]``; turn is -1 at and beyond ``length [B]``."""
     real = jnp.arange(meta.shape[-1], dtype=jnp.int32) < length[:, None]

@@ -9,7 +9,7 @@ from agentrl_jax import stream, text
 from agentrl_jax.envs.base import canonical
 from agentrl_jax.game import STEPS, Game, env_params_of
 from agentrl_jax.stream import DONE, IDLE, RUN, WAIT, Slots
-from agentrl_jax.types import Array, PyTree, Text
+from agentrl_jax.types import Array, Prefix, PyTree, Text
 
 
 def begin(game: Game, count: Array, batch: int) -> Slots:
@@ -23,7 +23,29 @@ def begin(game: Game, count: Array, batch: int) -> Slots:
     observation = stream.gather(game.first_step.observation, episode)
     fresh = _keep(game, fresh, fresh.turn, some)
     fresh = note(fresh, fresh.turn, some, {"anchor": _anchor(game, fresh.env, observation)})
+    if game.prefix is not None:
+        prefix = stream.gather(game.prefix, episode)
+        going = some & (prefix.length > 0)
+        fresh, some = stream.where(going, _resume(fresh, prefix), fresh), some & ~going
     return _open_turn(game, fresh, observation, some, jnp.ones_like(some), jnp.zeros_like(some))
+
+
+def _resume(slots: Slots, prefix: Prefix) -> Slots:
+    """Rows as they stood when their prefix was cut, all of it still to be fed."""
+    like = lambda new, old: new.astype(old.dtype)  # noqa: E731
+    return slots._replace(
+        length=prefix.length,
+        began=prefix.began,
+        turn=prefix.turns,
+        written=prefix.written,
+        tokens=prefix.tokens,
+        meta=stream.pack(prefix.mask, prefix.expert, prefix.turn),
+        logp=prefix.logp,
+        reward=prefix.reward,
+        steps={name: like(prefix.steps[name], old) for name, old in slots.steps.items()},
+        record=None if slots.record is None else jax.tree.map(like, prefix.record, slots.record),
+        env=prefix.env,
+    )
 
 
 def step(game: Game, sub: Slots, go: Array) -> tuple[Slots, Array, Array, Text]:
@@ -125,7 +147,7 @@ def _open_turn(game: Game, slots: Slots, observation: Text, go: Array, first: Ar
 
 def _expert_turn(game: Game, slots: Slots) -> Slots:
     """Lets the expert write the next action on rows whose turn is the teacher's; they wait for the environment at
-    once. An action beyond the budget is cut, as a sampled one is."""
+    once. An action beyond the budget is cut, as a sampled one is; one that a prefix began is written on."""
     if game.env.expert is None or game.teacher_turns is None:
         return slots
     mine = slots.phase == RUN
@@ -135,6 +157,8 @@ def _expert_turn(game: Game, slots: Slots) -> Slots:
     params, axis = env_params_of(game, slots.episode)
     action = jax.vmap(game.env.expert, (0, 0, axis))(keys, slots.env, params)
     ids, count = stream.action_block(game.codec, action, game.budget)
+    if game.prefix is not None:
+        count = jnp.minimum(count, game.budget - (slots.length - slots.began))
     after = stream.append(slots, ids, jnp.where(mine, count, 0), written=True)
     whole = after.length - slots.length == count
     ended = jnp.take_along_axis(ids, count[:, None] - 1, axis=1)[:, 0] == game.codec.end_action

@@ -52,6 +52,41 @@ class TimeStep(NamedTuple):
     info: dict[str, Array] | None = None
 
 
+class Prefix(NamedTuple):
+    """What ``N`` episodes have behind them when they are continued; ``branching.branch`` makes it of a trajectory.
+
+    Its tokens end inside an action, of which nothing need be written yet. An episode whose ``length`` is 0 begins at
+    its reset as usual.
+
+    Attributes:
+      tokens, mask, expert, logp, reward, turn: ``[N, T]``, as in ``Trajectory``; read below ``length`` alone.
+      length: ``int32[N]``, tokens that are kept, below ``T``.
+      written: ``int32[N]``, of these written by the agent: the keys of its tokens go on from there.
+      turns: ``int32[N]``, actions closed, which is the turn of the open one.
+      began: ``int32[N]``, where the open action begins, at most ``length``.
+      steps: ``{name: [N, K]}`` of the turns closed, and the open one's ``anchor``.
+      record: ``[N, K + 1, ...]`` up to the open action, or None where the rollout keeps no record.
+      env: environment state before the open action, leaves ``[N, ...]``.
+      parent, branch: ``int32[N]``, written on the rows of the rollout.
+    """
+
+    tokens: Array
+    mask: Array
+    expert: Array
+    logp: Array
+    reward: Array
+    turn: Array
+    length: Array
+    written: Array
+    turns: Array
+    began: Array
+    steps: dict[str, Array]
+    record: PyTree
+    env: PyTree
+    parent: Array
+    branch: Array
+
+
 class Start(NamedTuple):
     """Where ``N`` episodes begin; every field may be None for its default.
 
@@ -62,7 +97,7 @@ class Start(NamedTuple):
       params: environment parameters with a leading ``[N]``, or None for the same everywhere.
       temperature: ``float32[N]``; 0 is greedy.
       teacher_turns: ``int32[N]``, leading turns written by ``env.expert`` instead of the policy.
-      prefix: continue from the middle of a trajectory (not played yet: must be None).
+      prefix: what was played before: episodes continue from the middle of a trajectory.
     """
 
     task: Array | None = None
@@ -71,7 +106,7 @@ class Start(NamedTuple):
     params: PyTree | None = None
     temperature: Array | None = None
     teacher_turns: Array | None = None
-    prefix: PyTree | None = None
+    prefix: Prefix | None = None
 
 
 class Trajectory(NamedTuple):
@@ -90,7 +125,8 @@ class Trajectory(NamedTuple):
       length: ``int32[B]``; 0 for a row that was not played.
       terminated, truncated: ``bool[B]``, set on the last row of an episode alone.
       task, group, episode, role, segment, version: ``int32[B]``.
-      parent, branch: ``int32[B]``, the row branched from and the first own token; -1 without.
+      parent, branch: ``int32[B]``, the row branched from (of the trajectory that was given to ``branching.branch``)
+        and the first own token; -1 without.
       temperature: ``float32[B]``, what the row was sampled at (0: greedy); scoring uses the same.
       steps: ``{name: [B, K]}`` per turn: ``TimeStep.info``, ``reward``, ``anchor``, ``cut``, ``played`` and
         ``thinking`` (bytes of the action above its last line that is not blank).
