@@ -47,9 +47,9 @@ _LEARNER = {"loss": "supervised_loss"} | {
 _SILENT = ("logp", "kl_old", "max_logp_gap", "cut_actions", "thinking", "split_miss")
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """One flag for each entry of the table in ``settings.py``."""
-    for field in dataclasses.fields(Settings):
+def define_flags(values: flags.FlagValues, table: type = Settings) -> None:
+    """One flag for each entry of the table, that in ``settings.py``."""
+    for field in dataclasses.fields(table):
         name, default, more = field.name, field.default, field.metadata
         limits = {"lower_bound": more.get("low"), "upper_bound": more.get("high"), "flag_values": values}
         if "choices" in more:
@@ -66,10 +66,10 @@ def define_flags(values: flags.FlagValues) -> None:
             flags.DEFINE_float(name, default, more["help"], **limits)
 
 
-def given(values: flags.FlagValues) -> dict[str, Any]:
+def given(values: flags.FlagValues, table: type = Settings) -> dict[str, Any]:
     """The settings that the command line gives, by name."""
     found = {}
-    for field in dataclasses.fields(Settings):
+    for field in dataclasses.fields(table):
         if values[field.name].present:
             value = values[field.name].value
             found[field.name] = tuple(value) if isinstance(value, list) else value
