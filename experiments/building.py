@@ -173,19 +173,12 @@ def make_algorithm(settings: Settings) -> Algorithm:
     Raises:
       ValueError: an unknown preset, option or number, listing what there is.
     """
-    options, own = pairs("option", settings.option), _own_numbers(settings.algorithm)
+    options, own = pairs("option", settings.option), algorithms.numbers(settings.algorithm)
     wrong = sorted(own & set(options))
     if wrong:
         raise ValueError(f"{wrong[0]} is a number: give it with --hyper={wrong[0]}=...")
     numbers = {k: v for k, v in _numbers(settings).items() if k in own}
     return algorithms.make(settings.algorithm, **options, **numbers)
-
-
-def _own_numbers(name: str) -> set[str]:
-    """Keywords of a preset that are numbers: some of them, as a coefficient that is 0, leave no trace in ``hyper``."""
-    algorithms.make(name)  # An unknown name is refused there.
-    keywords = inspect.signature(algorithms.PRESETS[name]).parameters.values()
-    return {keyword.name for keyword in keywords if isinstance(keyword.default, float)}
 
 
 def _numbers(settings: Settings) -> dict[str, float]:
@@ -279,7 +272,7 @@ def _phases(settings: Settings, algorithm: Algorithm, max_tokens: int, env: Envi
             widths, settings.schedule, settings.optimizer,
         )  # fmt: skip
         config = TrainConfig(settings.episodes, settings.group_size, slots, update=structure, **sizes)
-        left_out = _own_numbers(settings.algorithm) - set(algorithm.hyper)
+        left_out = algorithms.numbers(settings.algorithm) - set(algorithm.hyper)
         numbers = {k: v for k, v in _numbers(settings).items() if k not in left_out} | {
             "learning_rate": settings.learning_rate, "warmup": settings.warmup, "temperature": settings.temperature,
             "decay": settings.steps * settings.epochs * settings.minibatches, "env_params": env.params,

@@ -130,7 +130,8 @@ class Algorithm(NamedTuple):
       needs: what must be there, refused before compile when it is not: ``critic``, ``reference``, ``expert``, ``pairs``
         (groups of two or more), ``group`` (likewise, for statistics), ``single`` (one update a step: the loss does not
         correct for a policy that has moved on), ``logp_old`` (a stage sets ``Batch.logp_old``, and it stays),
-        ``one_segment`` (contexts do not restart), ``parts:NAME`` (the environment reports ``NAME`` in its info).
+        ``one_segment`` (contexts do not restart), ``parts:NAME`` (the environment reports ``NAME`` in its
+        info), ``group>=NUMBER`` (groups of so many at least).
       init: ``(key, Shape) -> memory``: moving averages, histories, ring buffers.
       collect: ``(memory, Tools, hyper, key) -> (memory, Trajectory)``.
       views: what is scored under gradient, by name. When a step makes a single update ``Batch.logp_old`` is taken from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +13,41 @@ from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.checks import check_choice
 from agentrl_jax.kl import ESTIMATORS
 from agentrl_jax.kl import kl as kl_divergence
+from agentrl_jax.surrogates import Imitation, Surrogate
 from agentrl_jax.types import Array, Batch, Metrics, Score
 
 Objective = Callable[[dict[str, Score], Batch, dict[str, Array]], tuple[Array, Metrics]]
-Surrogate = Callable[[Score, Batch, dict[str, Array]], Array]
 
 
-def weigh_tokens(mode: str, *, norm: float | None = None) -> Callable[[Batch, dict[str, Array], int], Batch]:
+def weigh_tokens(
+    mode: str, *, norm: float | None = None, imitation: Imitation | None = None
+) -> Callable[[Batch, dict[str, Array], int], Batch]:
     """``Algorithm.weigh``: aggregation weights of the minibatch by a mode of ``masked.aggregation_weights``.
 
-    A sequence is an episode: where contexts restart, its ``segments`` consecutive rows count as one.
+    A sequence is an episode: where contexts restart, its ``segments`` consecutive rows count as one. An ``imitation``
+    that is mixed in has the expert's tokens averaged by themselves; one that is added gets weights of its own,
+    ``extra["imitation_weight"]``, over the tokens of ``extra["correct"]``.
 
     Raises:
       ValueError: see ``masked.check_mode``.
     """
     masked.check_mode(mode, norm)
+    kind = None if imitation is None else imitation.kind
+
+    def weights(mask: Array, mode: str, segments: int, norm: float | None = None) -> Array:
+        whole = mask.reshape(-1, segments * mask.shape[-1])
+        return masked.aggregation_weights(whole, mode, norm=norm).reshape(mask.shape)
 
     def weigh(batch: Batch, hyper: dict[str, Array], segments: int) -> Batch:
         del hyper
-        whole = batch.mask.reshape(-1, segments * batch.mask.shape[-1])
-        weight = masked.aggregation_weights(whole, mode, norm=norm)
-        return batch._replace(weight=weight.reshape(batch.mask.shape))
+        own = batch.mask & ~batch.traj.expert if kind == "mix" else batch.mask
+        weight = weights(own, mode, segments, norm)
+        if kind == "mix":
+            weight = weight + weights(batch.mask & batch.traj.expert, "token-mean", segments)
+        if kind == "add":
+            right = weights(batch.mask & batch.extra["correct"], "token-mean", segments)
+            batch = batch._replace(extra={**batch.extra, "imitation_weight": right})
+        return batch._replace(weight=weight)
 
     return weigh
 
@@ -50,32 +65,27 @@ def weighted(batch: Batch, x: Array) -> Array:
     return jnp.sum(batch.weight * jnp.where(batch.mask, x, 0.0))
 
 
-def policy_gradient(score: Score, batch: Batch, hyper: dict[str, Array]) -> Array:
-    """``-A log pi`` per token."""
-    del hyper
-    return losses.policy_gradient(score.logp, batch.adv, mask=batch.mask)
+def token_objective(
+    surrogate: Surrogate,
+    *,
+    kl: str | None = None,
+    critic: bool = False,
+    imitation: Imitation | None = None,
+    perception: bool = False,
+) -> Objective:
+    """``sum w (importance * surrogate + kl_coef * kl - entropy_coef * H) + value_coef * sum w * value loss``, and more
+    where asked for.
 
-
-def ppo_clip(score: Score, batch: Batch, hyper: dict[str, Array]) -> Array:
-    """PPO's clipped surrogate per token, with ``eps_low`` and ``eps_high``."""
-    return losses.ppo_clip(
-        score.logp, batch.logp_old, batch.adv, eps_low=hyper["eps_low"], eps_high=hyper["eps_high"], mask=batch.mask
-    )
-
-
-def likelihood(score: Score, batch: Batch, hyper: dict[str, Array]) -> Array:
-    """``-log pi`` per token: supervised learning."""
-    del hyper
-    return losses.policy_gradient(score.logp, jnp.ones_like(score.logp), mask=batch.mask)
-
-
-def token_objective(surrogate: Surrogate, *, kl: str | None = None, critic: bool = False) -> Objective:
-    """``sum w (surrogate + kl_coef * kl - entropy_coef * H) + value_coef * sum w * value loss``.
+    ``importance`` is ``extra["importance"]`` where a stage put it there: it re-weighs the policy's term alone, and
+    stays out of the denominators.
 
     Args:
       surrogate: per-token policy loss.
       kl: estimator against ``extra["logp_ref"]`` (``kl.ESTIMATORS``), or None for no such term.
-      critic: whether the value head is trained, with clipping at ``hyper["value_eps"]``.
+      critic: whether the value head is trained, with clipping at ``hyper["value_eps"]``; on ``extra["value_mask"]``
+        alone where a stage put it there.
+      imitation: a term on expert tokens or correct episodes; ``weigh_tokens`` must know of it too.
+      perception: PAPO's ``- perception_coef * min(k3, perception_max)`` against ``extra["logp_masked"]``.
 
     Raises:
       ValueError: an unknown estimator.
@@ -87,19 +97,51 @@ def token_objective(surrogate: Surrogate, *, kl: str | None = None, critic: bool
         score = scores["policy"]
         x = surrogate(score, batch, hyper)
         metrics = diagnostics(score, batch, hyper)
+        if "importance" in batch.extra:
+            x = x * batch.extra["importance"]
+        if imitation is not None:
+            x = _imitate(imitation, x, score, batch, hyper, metrics)
         if "entropy_coef" in hyper:
             x = x - hyper["entropy_coef"] * score.entropy
         if kl is not None:
             penalty = kl_divergence(score.logp, batch.extra["logp_ref"], estimator=kl, mask=batch.mask)
             x = x + hyper["kl_coef"] * penalty
             metrics["kl"] = metrics_lib.masked(jax.lax.stop_gradient(penalty), batch.mask)
+        if perception:
+            x = x - hyper["perception_coef"] * _perception(score, batch, hyper, metrics)
         if critic:
-            error = losses.value_clip(score.value, batch.value, batch.target, eps=hyper["value_eps"], mask=batch.mask)
-            x = x + hyper["value_coef"] * error
-            metrics["value_loss"] = metrics_lib.masked(jax.lax.stop_gradient(error), batch.mask)
-        return weighted(batch, x), metrics
+            x = x + hyper["value_coef"] * _value_error(score, batch, hyper, metrics)
+        total = weighted(batch, x)
+        if imitation is not None and imitation.kind == "add":
+            own = jnp.where(batch.mask, imitation.loss(score, batch, hyper), 0.0)
+            total = total + hyper["nll_coef"] * jnp.sum(batch.extra["imitation_weight"] * own)
+        return total, metrics
 
     return objective
+
+
+def _imitate(term: Imitation, x: Array, score: Score, batch: Batch, hyper: dict[str, Array], metrics: Metrics) -> Array:
+    """The per-token loss with that of the expert's tokens in its place; where it is mixed, with both shares."""
+    if term.kind == "add":
+        return x
+    expert, own = batch.traj.expert, term.loss(score, batch, hyper)
+    metrics["imitation"] = metrics_lib.masked(jax.lax.stop_gradient(own), batch.mask & expert)
+    if term.kind == "mix":
+        x, own = (1.0 - hyper["mu"]) * x, hyper["mu"] * own
+    return jnp.where(expert, own, x)
+
+
+def _perception(score: Score, batch: Batch, hyper: dict[str, Array], metrics: Metrics) -> Array:
+    gap = kl_divergence(score.logp, batch.extra["logp_masked"], estimator="k3", mask=batch.mask)
+    metrics["perception"] = metrics_lib.masked(jax.lax.stop_gradient(gap), batch.mask)
+    return jnp.minimum(gap, hyper["perception_max"])
+
+
+def _value_error(score: Score, batch: Batch, hyper: dict[str, Array], metrics: Metrics) -> Array:
+    mask = batch.mask & batch.extra["value_mask"] if "value_mask" in batch.extra else batch.mask
+    error = losses.value_clip(score.value, batch.value, batch.target, eps=hyper["value_eps"], mask=mask)
+    metrics["value_loss"] = metrics_lib.masked(jax.lax.stop_gradient(error), mask)
+    return error
 
 
 def diagnostics(score: Score, batch: Batch, hyper: dict[str, Array]) -> Metrics:
@@ -122,25 +164,58 @@ def diagnostics(score: Score, batch: Batch, hyper: dict[str, Array]) -> Metrics:
     return out
 
 
-def preference_objective(scores: dict[str, Score], batch: Batch, hyper: dict[str, Array]) -> tuple[Array, Metrics]:
-    """DPO on pairs of trajectories, ``[P, 2, segments, T]``, observation tokens masked.
+class Compared(NamedTuple):
+    """What a preference loss reads of its pairs, chosen then rejected, ``[P, 2]``: sums and means over the agent's own
+    tokens, and the reference's sums and means (0 without a reference)."""
 
-    ``-log sigmoid(beta * h)`` with ``h`` the difference of summed log-ratios to the reference over the agent's own
-    tokens. The environment's terms cancel between policy and reference, since both see the same observations; the
-    partition functions of later states do not (DMPO's point, Shi et al., 2024, arXiv 2406.14868). Source: Rafailov
-    et al., 2023, arXiv 2305.18290.
-    """
-    score, axes = scores["policy"], (2, 3)
-    total = lambda x: jnp.sum(jnp.where(batch.mask, x, 0.0), axis=axes)  # noqa: E731
+    total: Array
+    mean: Array
+    ref_total: Array
+    ref_mean: Array
+
+
+Preference = Callable[[Compared, Score, Batch, dict[str, Array]], Array]
+
+
+def preference_objective(loss: Preference) -> Objective:
+    """``sum over pairs of weight * loss(pair)``, on ``[P, 2, segments, T]``, observation tokens masked."""
+
+    def objective(scores: dict[str, Score], batch: Batch, hyper: dict[str, Array]) -> tuple[Array, Metrics]:
+        score = scores["policy"]
+        count = jnp.maximum(jnp.sum(batch.mask, axis=(2, 3)), 1)
+        total = lambda x: jnp.sum(jnp.where(batch.mask, x, 0.0), axis=(2, 3))  # noqa: E731
+        logp, ref = total(score.logp), total(batch.extra.get("logp_ref", jnp.zeros_like(score.logp)))
+        pair = Compared(logp, logp / count, ref, ref / count)
+        # A pair's weight stands on each of its tokens.
+        weight = jnp.max(batch.weight, axis=(1, 2, 3))
+        kept = weight > 0
+        gap = jax.lax.stop_gradient((logp - ref)[:, 0] - (logp - ref)[:, 1])
+        metrics = diagnostics(score, batch, hyper)
+        metrics["margin"] = metrics_lib.masked(gap, kept)
+        metrics["preference_accuracy"] = metrics_lib.masked((gap > 0).astype(jnp.float32), kept)
+        return jnp.sum(jnp.where(kept, weight * loss(pair, score, batch, hyper), 0.0)), metrics
+
+    return objective
+
+
+def unpaired_objective(scores: dict[str, Score], batch: Batch, hyper: dict[str, Array]) -> tuple[Array, Metrics]:
+    """KTO over rows: ``sum of weight * loss``, the weights ``1 / rows`` of ``weigh_rows``."""
+    score = scores["policy"]
+    total = lambda x: jnp.sum(jnp.where(batch.mask, x, 0.0), axis=-1)  # noqa: E731
     logp, ref = total(score.logp), total(batch.extra["logp_ref"])
-    loss = preference.dpo(
-        logp[:, 0], logp[:, 1], ref[:, 0], ref[:, 1], beta=hyper["beta"], label_smoothing=hyper["label_smoothing"]
-    )
-    # A pair's weight stands on each of its tokens.
-    weight = jnp.max(batch.weight, axis=(1, 2, 3))
-    kept = weight > 0
-    gap = jax.lax.stop_gradient((logp - ref)[:, 0] - (logp - ref)[:, 1])
+    loss = preference.kto(
+        logp, ref, batch.extra["desirable"], batch.extra["kto_reference"], beta=hyper["beta"],
+        weight_desirable=hyper["weight_desirable"], weight_undesirable=hyper["weight_undesirable"],
+    )  # fmt: skip
+    weight = jnp.max(batch.weight, axis=-1)
+    gap, kept = jax.lax.stop_gradient(logp - ref), weight > 0
     metrics = diagnostics(score, batch, hyper)
-    metrics["margin"] = metrics_lib.masked(gap, kept)
-    metrics["preference_accuracy"] = metrics_lib.masked((gap > 0).astype(jnp.float32), kept)
+    metrics["margin"] = metrics_lib.masked(jnp.where(batch.extra["desirable"], gap, -gap), kept)
     return jnp.sum(jnp.where(kept, weight * loss, 0.0)), metrics
+
+
+def weigh_rows(batch: Batch, hyper: dict[str, Array], segments: int) -> Batch:
+    """``Algorithm.weigh`` of rows that each have one loss: ``1 / (rows with loss tokens)`` on each of their tokens."""
+    del hyper, segments
+    kept = jnp.any(batch.mask, axis=-1, keepdims=True)
+    return batch._replace(weight=jnp.where(batch.mask, 1.0 / jnp.maximum(jnp.sum(kept), 1), 0.0))

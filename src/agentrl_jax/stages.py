@@ -59,7 +59,8 @@ def episodes(batch: Batch, tools: Tools) -> tuple[Array, Array, Array]:
     return ret, traj.group[:: tools.segments], traj.length[:: tools.segments] > 0
 
 
-def _broadcast(batch: Batch, adv: Array, tools: Tools) -> Batch:
+def broadcast(batch: Batch, adv: Array, tools: Tools) -> Batch:
+    """Gives every loss token the advantage of its episode: ``adv`` ``[N]``."""
     rows = episode_rows(adv, tools)[:, None]
     return batch._replace(adv=jnp.where(batch.mask, rows, 0.0))
 
@@ -80,7 +81,7 @@ def group_advantage(estimator: Callable[..., Array], **options: Any) -> Stage:
         ret, group, played = episodes(batch, tools)
         # As many groups as episodes, at most: `Start.group` may make more of them than equal groups would be.
         adv = estimator(ret, group, tools.episodes, where=played, **options)
-        return memory, _broadcast(batch, adv, tools), zero_variance(batch, tools)
+        return memory, broadcast(batch, adv, tools), zero_variance(batch, tools)
 
     return stage
 
@@ -138,10 +139,10 @@ def return_to_go(baseline: str = "ema", decay: float = 0.9) -> Stage:
 
 
 def score_policy(*, always: bool = False) -> Stage:
-    """``logp_old``, ``value`` and ``bootstrap`` from the parameters at the start of the step.
+    """``logp_old``, ``value``, ``bootstrap`` and ``extra["entropy"]`` from the parameters at the start of the step.
 
     Skipped when the step makes a single update (``Tools.single``), unless ``always``: with a critic the values are
-    needed.
+    needed. The entropy is kept with ``always`` alone.
     """
 
     def stage(
@@ -152,6 +153,8 @@ def score_policy(*, always: bool = False) -> Stage:
             return memory, batch, {}
         scores = tools.score(scoring.View(), batch)
         batch = batch._replace(logp_old=scores.logp, value=scores.value, bootstrap=scores.bootstrap)
+        if always:
+            batch = batch._replace(extra={**batch.extra, "entropy": scores.entropy})
         return memory, batch, {}
 
     return stage
@@ -212,13 +215,14 @@ def gae() -> Stage:
         )
         reward, value, mask = (sequences(x, tools) for x in (traj.reward, batch.value, traj.mask))
         adv, target = (x.reshape(batch.adv.shape) for x in estimate(reward, value, mask, bootstrap))
-        explained = _explained_variance(target, batch.value, batch.mask)
+        explained = explained_variance(target, batch.value, batch.mask)
         return memory, batch._replace(adv=adv, target=target), {"explained_variance": metrics_lib.scalar(explained)}
 
     return stage
 
 
-def _explained_variance(target: Array, value: Array, mask: Array) -> Array:
+def explained_variance(target: Array, value: Array, mask: Array) -> Array:
+    """``1 - Var(target - value) / Var(target)`` over the masked tokens; 0 where the targets are all equal."""
     spread = masked.masked_var(target, mask)
     return jnp.where(spread > 0, 1 - masked.masked_var(target - value, mask) / jnp.maximum(spread, 1e-8), 0.0)
 
@@ -241,6 +245,14 @@ def whiten(ddof: float = 1) -> Stage:
     return stage
 
 
+def as_pairs(batch: Batch, pair: Array, kept: Array, tools: Tools) -> Batch:
+    """The episodes ``pair`` ``int32[P, 2]`` (chosen, rejected), every array ``[P, 2, segments, ...]``; the mask of a
+    pair that is not ``kept`` is cleared."""
+    rows = pair[..., None] * tools.segments + jnp.arange(tools.segments, dtype=pair.dtype)
+    pairs = jax.tree.map(lambda x: x[rows], batch)
+    return pairs._replace(mask=pairs.mask & kept[:, None, None, None])
+
+
 def best_against_worst() -> Stage:
     """Pairs for preference losses: each group's best and worst episode, ``[P, 2, segments, T]``; ties are dropped.
 
@@ -258,12 +270,9 @@ def best_against_worst() -> Stage:
         best = jnp.argmax(jnp.where(member, ret, -jnp.inf), axis=1)
         worst = jnp.argmin(jnp.where(member, ret, jnp.inf), axis=1)
         kept = jnp.any(member, axis=1) & (ret[best] > ret[worst])
-        pair = jnp.stack([best, worst], axis=1)
-        rows = pair[..., None] * tools.segments + jnp.arange(tools.segments, dtype=pair.dtype)
-        pairs = jax.tree.map(lambda x: x[rows], batch)
-        mask = pairs.mask & kept[:, None, None, None]
+        pairs = as_pairs(batch, jnp.stack([best, worst], axis=1), kept, tools)
         total, count = metrics_lib.masked(kept.astype(jnp.float32), jnp.ones_like(kept))
         metrics = {"pairs_kept": (total, count + jnp.sum(beyond, dtype=jnp.float32))}
-        return memory, pairs._replace(mask=mask), metrics | zero_variance(batch, tools)
+        return memory, pairs, metrics | zero_variance(batch, tools)
 
     return stage

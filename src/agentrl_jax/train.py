@@ -120,9 +120,12 @@ def _check_sizes(codec: Codec, config: TrainConfig) -> None:
 def _check_needs(policy: Policy, env: Environment, algorithm: Algorithm, config: TrainConfig) -> None:
     name, needs = algorithm.name, algorithm.needs
     parts = sorted(need.removeprefix("parts:") for need in needs if need.startswith("parts:"))
-    unknown = sorted(need for need in needs if need not in NEEDS and not need.startswith("parts:"))
+    least = max([1, *(int(need.removeprefix("group>=")) for need in needs if need.startswith("group>="))])
+    unknown = sorted(need for need in needs if need not in NEEDS and not need.startswith(("parts:", "group>=")))
     if unknown:
-        raise ValueError(f"{name} needs {unknown}, which nothing provides; known: {', '.join(NEEDS)}, parts:NAME")
+        raise ValueError(
+            f"{name} needs {unknown}, which nothing provides; known: {', '.join(NEEDS)}, parts:NAME, group>=NUMBER"
+        )
     missing = sorted(set(parts) - set(dict(env.spec.info)))
     if missing:
         there = ", ".join(dict(env.spec.info)) or "nothing"
@@ -131,6 +134,9 @@ def _check_needs(policy: Policy, env: Environment, algorithm: Algorithm, config:
         raise ValueError(f"{name} does not play contexts that restart: segments must be 1, got {config.segments}")
     if needs & {"group", "pairs"} and config.group_size < 2:
         raise ValueError(f"{name} compares members of a group: group_size must be at least 2, got 1")
+    if config.group_size < least:
+        size = config.group_size
+        raise ValueError(f"{name} draws {least} of a group: group_size must be at least {least}, got {size}")
     if "critic" in needs and not policy.has_value:
         raise ValueError(f"{name} needs a critic: build the policy with a value head")
     if "expert" in needs and env.expert is None:

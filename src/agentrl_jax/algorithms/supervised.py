@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_jax import objectives, stages
+from agentrl_jax import objectives, parts, surrogates
 from agentrl_jax.algorithm import Algorithm, Tools
 from agentrl_jax.types import Array, PyTree, Trajectory
 
@@ -12,14 +12,18 @@ def _expert_rollout(memory: PyTree, tools: Tools, hyper: dict[str, Array], key: 
     return memory, tools.roll(key, expert=True)
 
 
-def behavior_cloning(*, aggregation: str = "token-mean", norm: float | None = None) -> Algorithm:
+def behavior_cloning(
+    name: str = "behavior_cloning", *, aggregation: str = "token-mean", norm: float | None = None
+) -> Algorithm:
     """``-log pi`` of the expert's tokens, observations masked, through the same token stream as sampling."""
+    joined = parts.join((), teacher=True)
     return Algorithm(
-        name="behavior_cloning",
-        prepare=stages.chain(teacher=True),
+        name=name,
+        prepare=joined.prepare,
         weigh=objectives.weigh_tokens(aggregation, norm=norm),
-        loss=objectives.token_objective(objectives.likelihood),
+        loss=objectives.token_objective(surrogates.likelihood),
         hyper={},
         needs=frozenset({"expert"}),
+        init=joined.init,
         collect=_expert_rollout,
     )

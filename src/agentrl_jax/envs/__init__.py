@@ -3,7 +3,7 @@
 from agentrl_jax.envs.base import Environment, EnvSpec, canonical, canonical_params
 from agentrl_jax.envs.registry import make, names, register
 from agentrl_jax.envs.testing import check_env
-from agentrl_jax.envs.transforms import held_out, mixture, turn_limit, with_reward
+from agentrl_jax.envs.transforms import held_out, mixture, noisy_reward, turn_limit, with_reward
 
 __all__ = [
     "EnvSpec",
@@ -15,6 +15,7 @@ __all__ = [
     "make",
     "mixture",
     "names",
+    "noisy_reward",
     "register",
     "turn_limit",
     "with_reward",

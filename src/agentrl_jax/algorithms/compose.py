@@ -1,0 +1,366 @@
+"""Any advantage, ratio, clip, aggregation, KL, filter and way of collecting, by keyword: one ``Algorithm``.
+
+A name stands for a function that makes a ``Part`` (``KINDS``) or for a row of ``surrogates.SURROGATES``. The static
+keywords and the numbers of what is chosen are keywords of ``compose`` too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from agentrl_jax import collect as collectors
+from agentrl_jax import credit, filters, history, objectives, parts, replay, rewards, stages, trees
+from agentrl_jax.algorithm import Algorithm, TrainState, keep_state
+from agentrl_jax.algorithms.finishing import FINISH
+from agentrl_jax.checks import check_choice, check_numbers
+from agentrl_jax.kl import ESTIMATORS
+from agentrl_jax.parts import Part
+from agentrl_jax.surrogates import CLIPS, IMITATIONS, RATIOS, Imitation, Loss, surrogate
+from agentrl_jax.types import Array, Metrics
+
+Maker = Callable[..., Part]
+
+
+def named(*functions: Maker) -> dict[str, Maker]:
+    """The functions by their names."""
+    return {function.__name__: function for function in functions}
+
+
+KINDS: dict[str, dict[str, Maker]] = {
+    "collect": named(
+        collectors.greedy_baseline, collectors.refill, history.skip_settled, history.drop_solved,
+        collectors.difficulty_rolls, collectors.resample_correct, collectors.hints, collectors.mixed_expert,
+        trees.vine, trees.tree,
+    ),
+    "reward": named(
+        rewards.soft_overlong, rewards.malformed_penalty, rewards.step_reward, rewards.posterior_reward
+    ),
+    "filters": named(
+        filters.varied, filters.complete, filters.uncertain, filters.uncertain_mass, filters.best_of_group,
+        filters.correct, filters.policy_filtration,
+    ),
+    "advantage": named(
+        credit.group, credit.own_group, credit.leave_one_out, credit.length_weighted, credit.gpg, credit.gdpo,
+        credit.pass_at_k, credit.max_at_k, credit.best_gap, credit.gigpo, credit.turn_relative,
+        credit.process_relative, credit.returns, credit.ones, credit.gae, credit.turn_gae, credit.bilevel_gae,
+        credit.vapo_gae, credit.vtrace, collectors.subtract_baseline, trees.vine_advantage, trees.tree_advantage,
+    ),
+    "shaping": named(
+        credit.whiten, credit.entropy_shaped, credit.entropy_scaled, credit.aspo_shaped, credit.ktae_shaped,
+        trees.shared_prefix,
+    ),
+    "tokens": named(filters.top_entropy, filters.clip_cov, filters.kl_cov),
+    "replay": named(replay.replay),
+}  # fmt: skip
+"""Keyword of ``compose``, in the order the parts act: the parts it knows."""
+
+PAIRED = {
+    "subtract_baseline": ("collect", "greedy_baseline"),
+    "vine_advantage": ("collect", "vine"),
+    "tree_advantage": ("collect", "tree"),
+    "shared_prefix": ("collect", "tree"),
+}
+"""Parts that read what another one leaves."""
+
+
+class Choice(NamedTuple):
+    """What ``compose`` was asked for, and what follows from it alone.
+
+    Attributes:
+      makers: the functions of the chosen parts, in order.
+      loss, imitation: the policy loss, and the term beside it.
+      kl, kl_in: estimator or None; where its penalty stands.
+      correction, perception: as in ``compose``.
+      aggregation: as in ``compose``.
+      finish: names of ``FINISH``.
+    """
+
+    makers: tuple[Maker, ...]
+    loss: Loss
+    imitation: Imitation | None
+    kl: str | None
+    kl_in: str
+    correction: str | None
+    perception: bool
+    aggregation: str
+    finish: tuple[str, ...]
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """Every keyword of ``compose`` that takes names, and the names."""
+    named = {kind: tuple(makers) for kind, makers in KINDS.items()}
+    more = {
+        "ratio": RATIOS, "clip": CLIPS, "correction": tuple(filters.CORRECTIONS), "imitation": tuple(IMITATIONS),
+        "kl": ESTIMATORS, "kl_in": ("loss", "reward"), "finish": tuple(FINISH),
+    }  # fmt: skip
+    return named | more
+
+
+def compose(
+    name: str = "custom",
+    *,
+    collect: str | None = None,
+    reward: tuple[str, ...] = (),
+    filters: tuple[str, ...] = (),
+    advantage: str = "group",
+    shaping: tuple[str, ...] = (),
+    tokens: tuple[str, ...] = (),
+    replay: str | None = None,
+    ratio: str = "token",
+    clip: str = "ppo",
+    aggregation: str = "token-mean",
+    norm: float | None = None,
+    correction: str | None = None,
+    imitation: str | None = None,
+    kl: str | None = None,
+    kl_in: str = "loss",
+    perception: bool = False,
+    finish: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Algorithm:
+    """An algorithm out of named ingredients; ``choices()`` lists the names.
+
+    A keyword that takes several names takes a tuple, or one string with commas.
+
+    Args:
+      name: what results are filed under.
+      collect: where episodes come from; None: one rollout of fresh tasks in equal groups.
+      reward: what is paid besides the environment's reward.
+      filters: what is dropped, or re-drawn, before the advantage.
+      advantage: who earned it.
+      shaping: what is done to advantages afterwards.
+      tokens: which tokens learn less.
+      replay: what is stored and used again.
+      ratio, clip: the policy loss, see ``surrogates.SURROGATES``.
+      aggregation, norm: how tokens add up, see ``masked.aggregation_weights``.
+      correction: for a sampler that is not the trainer, see ``filters.CORRECTIONS``.
+      imitation: a term on expert or correct text, see ``surrogates.IMITATIONS``.
+      kl: estimator of the divergence from the reference policy. A positive ``kl_coef`` alone means k3 in the loss, k1
+        in the reward; ``kl_coef=0`` means none.
+      kl_in: "loss" (``+ kl_coef k``) or "reward" (``- kl_coef k`` on every token).
+      perception: PAPO's term, the divergence from what the policy says with masked observations.
+      finish: what follows an update, see ``finishing.FINISH``.
+      defaults: options that hold where an ingredient reads them, and are passed over where none does.
+      **options: static keywords and numbers of the chosen ingredients (``eps_high=.28``, ``k=4``, ``kl_coef=.01``).
+
+    Raises:
+      ValueError: an unknown name or option, with what there is; ingredients that do not go together, with the reason.
+    """
+    named = {
+        "collect": collect, "reward": reward, "filters": filters, "advantage": advantage, "shaping": shaping,
+        "tokens": tokens, "replay": replay,
+    }  # fmt: skip
+    check_choice("kl_in", kl_in, ("loss", "reward"))
+    kl, options = _divergence(kl, kl_in, options)
+    finish = _names(finish)
+    for key in finish:
+        check_choice("finish", key, tuple(FINISH))
+    choice = Choice(
+        makers=tuple(maker for kind, value in named.items() for maker in _pick(kind, value)),
+        loss=surrogate(ratio, clip),
+        imitation=None if imitation is None else _known("imitation", imitation, IMITATIONS),
+        kl=kl, kl_in=kl_in, correction=correction, perception=perception, aggregation=aggregation, finish=finish,
+    )  # fmt: skip
+    _check_fit(choice, ratio)
+    return _assemble(name, choice, norm, dict(defaults), options)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One name, several with commas between, or a tuple of them; "none" and None for none at all."""
+    if value is None or value == "none":
+        return ()
+    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+
+
+def _divergence(kl: str | None, kl_in: str, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The estimator; a coefficient without one asks for the usual, and a coefficient of 0 for no reference at all."""
+    coef = options.get("kl_coef")
+    if coef is not None:
+        check_numbers({"kl_coef": coef})
+        if not coef > 0:
+            return None, {k: v for k, v in options.items() if k != "kl_coef"}
+        kl = kl or ("k3" if kl_in == "loss" else "k1")
+    if kl is not None:
+        check_choice("kl", kl, ESTIMATORS)
+    return kl, options
+
+
+def _known(kind: str, name: str, table: dict[str, Any]) -> Any:
+    check_choice(kind, name, tuple(table))
+    return table[name]
+
+
+def _pick(kind: str, value: str | tuple[str, ...] | None) -> Iterable[Maker]:
+    """The makers a keyword names; one name stands for a tuple of one."""
+    names = _names(value)
+    if kind in ("collect", "advantage", "replay") and len(names) > 1:
+        raise ValueError(f"{kind} takes one name, got {', '.join(names)}")
+    if kind == "advantage" and not names:
+        raise ValueError(f"advantage needs a name: {', '.join(KINDS[kind])}")
+    return [_known(kind, name, KINDS[kind]) for name in names]
+
+
+def _check_fit(choice: Choice, ratio: str) -> None:
+    """Refuses ingredients that contradict each other."""
+    names = [maker.__name__ for maker in choice.makers]
+    for name, (kind, other) in PAIRED.items():
+        if name in names and other not in names:
+            raise ValueError(f"{name} reads what {other} leaves: it needs {kind}={other!r}")
+    if choice.imitation is not None and choice.imitation.expert and "mixed_expert" not in names:
+        raise ValueError("this imitation is of the expert's tokens: it needs collect='mixed_expert'")
+    if choice.loss.sequence and ratio != "sequence-token" and "sum" in choice.aggregation:
+        raise ValueError(
+            f"the {ratio} ratio gives a whole sequence one loss, which {choice.aggregation} would multiply by its "
+            "length: take seq-mean-token-mean or token-mean"
+        )
+    if ("kl_cov" in names) != (choice.loss.hyper.keys() == {"cov_coef"}):
+        raise ValueError("tokens 'kl_cov' and clip 'kl-cov' are two halves of one method: choose both")
+    if {"ktae_shaped", "difficulty_rolls"} <= set(names):
+        raise ValueError("ktae_shaped counts members up to group_size, and difficulty_rolls makes larger groups")
+    if choice.loss.single and choice.correction is not None:
+        raise ValueError(f"ratio 'none' is on-policy: a correction ({choice.correction}) has nothing to correct")
+    if "reset_reference" in choice.finish and (choice.kl is None or choice.kl_in != "loss"):
+        raise ValueError("reset_reference needs a divergence in the loss: kl='k3'")
+    if "adapt_kl" in choice.finish and choice.kl is None:
+        raise ValueError("adapt_kl needs a divergence: kl='k3'")
+    if "anneal_imitation" in choice.finish and (choice.imitation is None or choice.imitation.kind != "mix"):
+        raise ValueError("anneal_imitation needs an imitation that is mixed in: chord or chord-phi")
+
+
+def _assemble(
+    name: str, choice: Choice, norm: float | None, defaults: dict[str, Any], options: dict[str, Any]
+) -> Algorithm:
+    extra = _implied(choice)
+    keywords = keywords_of((*choice.makers, *extra))
+    static = {key: value for key, value in (defaults | options).items() if key in keywords}
+    check_static(name, keywords, static)
+    implied = {"correction": choice.correction, "kl_estimator": choice.kl}
+    static |= {key: value for key, value in implied.items() if key in keywords}
+    made = [call(maker, static) for maker in _in_order(choice.makers, extra)]
+    joined = parts.join(_scored(made, choice), teacher=choice.imitation is not None and choice.imitation.expert)
+    needs = set(joined.needs - {"scores"}) | {need for key in choice.finish for need in FINISH[key].needs}
+    needs |= {"single"} if choice.loss.single else set()
+    needs |= {"one_segment"} if choice.loss.sequence else set()
+    hyper = _numbers(choice, joined.hyper, needs)
+    hyper |= {key: value for key, value in defaults.items() if key in hyper}
+    given = {key: value for key, value in options.items() if key not in keywords}
+    hyper = override(name, hyper, given, (*inspect.signature(compose).parameters, *keywords))
+    return Algorithm(
+        name=name,
+        prepare=joined.prepare,
+        weigh=objectives.weigh_tokens(choice.aggregation, norm=norm, imitation=choice.imitation),
+        loss=objectives.token_objective(
+            choice.loss.surrogate, kl=choice.kl if choice.kl_in == "loss" else None, critic="critic" in needs,
+            imitation=choice.imitation, perception=choice.perception,
+        ),
+        hyper=hyper,
+        needs=frozenset(needs),
+        init=joined.init,
+        collect=joined.collect,
+        finish=_finisher(choice.finish),
+    )  # fmt: skip
+
+
+def _implied(choice: Choice) -> tuple[Maker, ...]:
+    """Parts that other choices ask for."""
+    found: list[Maker] = []
+    if choice.kl is not None and choice.kl_in == "reward":
+        found.append(rewards.kl_penalty)
+    if choice.correction is not None:
+        found.append(filters.behaviour_correction)
+    if choice.imitation is not None and choice.imitation.kind == "add":
+        found.append(filters.mark_correct)
+    if choice.perception:
+        found.append(filters.masked_observations)
+    return tuple(found)
+
+
+def _in_order(makers: tuple[Maker, ...], extra: tuple[Maker, ...]) -> list[Maker]:
+    """The penalty before every other reward; what marks and re-weighs tokens after the advantage, before replay."""
+    first = [maker for maker in extra if maker is rewards.kl_penalty]
+    last = [maker for maker in makers if maker is replay.replay]
+    return [*first, *(m for m in makers if m not in last), *(m for m in extra if m not in first), *last]
+
+
+def _scored(made: list[Part], choice: Choice) -> list[Part]:
+    """Scoring in front of everything that reads it."""
+    always = any("scores" in part.needs for part in made)
+    score = [Part("scores", stages.score_policy(always=always))]
+    if choice.kl is not None:
+        score.append(Part("reference_scores", stages.score_reference(), needs=frozenset({"reference"})))
+    return [*score, *made]
+
+
+def keywords_of(makers: tuple[Maker, ...]) -> dict[str, Any]:
+    """Static keywords of the makers, with their types."""
+    return {name: kind for maker in makers for name, kind in _parameters(maker).items()}
+
+
+def _parameters(maker: Maker) -> dict[str, Any]:
+    hints = typing.get_type_hints(maker)
+    return {name: hints[name] for name in inspect.signature(maker).parameters}
+
+
+def call(maker: Maker, static: dict[str, Any]) -> Part:
+    """The maker's part, with those of the keywords that it has."""
+    own = inspect.signature(maker).parameters
+    return maker(**{key: value for key, value in static.items() if key in own})
+
+
+def check_static(name: str, keywords: dict[str, Any], static: dict[str, Any]) -> None:
+    """A part branches on its switches: a string such as ``"no"`` would be true."""
+    for key, value in static.items():
+        allowed = typing.get_args(keywords[key]) if typing.get_origin(keywords[key]) is not tuple else (tuple,)
+        allowed = allowed or (keywords[key],)
+        if float in allowed:
+            check_numbers({key: value})
+        elif type(value) not in allowed:
+            raise ValueError(f"{name}: {key} must be of type {allowed[0].__name__}, got {value!r}")
+
+
+def _numbers(choice: Choice, hyper: dict[str, float], needs: set[str]) -> dict[str, float]:
+    """Every number of the ingredients, with its default."""
+    hyper = {**hyper, **choice.loss.hyper, "entropy_coef": 0.0}
+    if choice.imitation is not None:
+        hyper |= choice.imitation.hyper
+    if choice.kl is not None:
+        hyper = {"kl_coef": 0.01} | hyper
+    if choice.perception:
+        hyper |= {"perception_coef": 0.01, "perception_max": 10.0}
+    if "critic" in needs:
+        hyper |= {"value_coef": 0.5, "value_eps": 0.2}
+    for key in choice.finish:
+        hyper |= FINISH[key].hyper
+    return hyper
+
+
+def override(name: str, hyper: dict[str, float], given: dict[str, Any], others: tuple[str, ...]) -> dict[str, float]:
+    """``hyper`` with the caller's numbers in their place.
+
+    Raises:
+      ValueError: a name that is no number of this algorithm, with everything that is an option of it (``others`` are
+        its other keywords); a value that is out of range.
+    """
+    unknown = sorted(set(given) - set(hyper))
+    if unknown:
+        every = [key for key in (*hyper, *others) if key not in ("name", "options", "defaults")]
+        raise ValueError(f"{name} has no option {unknown}; it has: {', '.join(dict.fromkeys(every))}")
+    check_numbers(given)
+    return {**hyper, **given}
+
+
+def _finisher(names: tuple[str, ...]) -> Callable[[TrainState, Metrics, dict[str, Array]], TrainState]:
+    if not names:
+        return keep_state
+
+    def finish(state: TrainState, metrics: Metrics, hyper: dict[str, Array]) -> TrainState:
+        for name in names:
+            state = FINISH[name].apply(state, metrics, hyper)
+        return state
+
+    return finish

@@ -1,0 +1,108 @@
+"""What a preset is made of, in words: for a reader, and for the page that lists them all."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from agentrl_jax.algorithm import Algorithm
+from agentrl_jax.algorithms.compose import KINDS, compose
+from agentrl_jax.algorithms.preferences import PAIRS, RULES, prefer, unpaired
+from agentrl_jax.algorithms.presets import PRESETS, Preset, make, preset
+from agentrl_jax.surrogates import IMITATIONS, SURROGATES
+
+
+def describe(name: str) -> str:
+    """Paper, source, ingredients with their rules, numbers, needs, and what deviates from the paper.
+
+    Raises:
+      ValueError: an unknown preset, with those there are.
+    """
+    found = preset(name)
+    algorithm = make(name)
+    rows = [f"{name}: {found.title}", f"  source       {found.source}"]
+    rows += [f"  {kind:<12} {text}" for kind, text in ingredients(found)]
+    rows.append(f"  {'numbers':<12} {_numbers(algorithm)}")
+    rows.append(f"  {'needs':<12} {', '.join(sorted(algorithm.needs)) or 'nothing'}")
+    rows += [f"  {label:<12} {text}" for label, text in _remarks(found)]
+    return "\n".join(rows)
+
+
+def catalogue() -> str:
+    """The page of all presets, in Markdown."""
+    lines = [
+        "# Algorithms",
+        "",
+        "Written by `agentrl_jax.algorithms.catalogue()`; a test keeps it in step. `algorithms.make(NAME)` builds one, "
+        "`algorithms.describe(NAME)` prints its entry, and the keywords of `algorithms.compose` change its parts.",
+        "",
+        "| name | paper | source |",
+        "|---|---|---|",
+    ]
+    lines += [f"| [`{name}`](#{_anchor(name)}) | {p.title} | {p.source} |" for name, p in PRESETS.items()]
+    for name, found in PRESETS.items():
+        algorithm = make(name)
+        lines += ["", f"## {name}", "", f"{found.title}. {found.source}."]
+        lines += ["", *(f"- {kind}: {text}" for kind, text in ingredients(found))]
+        lines += [f"- numbers: {_numbers(algorithm)}", f"- needs: {', '.join(sorted(algorithm.needs)) or 'nothing'}"]
+        lines += [f"- {label}: {text}" for label, text in _remarks(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _remarks(found: Preset) -> list[tuple[str, str]]:
+    return [(label, text) for label, text in (("about", found.about), ("deviates", found.deviates)) if text]
+
+
+def _anchor(name: str) -> str:
+    return name.replace("+", "")
+
+
+def _numbers(algorithm: Algorithm) -> str:
+    return ", ".join(f"{key} = {value:g}" for key, value in sorted(algorithm.hyper.items())) or "none"
+
+
+def ingredients(found: Preset) -> list[tuple[str, str]]:
+    """``(kind, "name: rule")`` of everything a preset is made of that is not the plain default."""
+    if found.build is prefer:
+        return _preference(found.options)
+    if found.build is unpaired:
+        return [
+            ("loss", "KTO: w_D (1 - sigmoid(beta (u - z))) or w_U (1 - sigmoid(beta (z - u))), one episode at a time")
+        ]
+    if found.build is not compose:
+        return [("loss", "-log pi of the expert's tokens, observations masked")]
+    return _composed(found.options)
+
+
+def _preference(options: dict[str, Any]) -> list[tuple[str, str]]:
+    loss, pairs = options.get("loss", "dpo"), options.get("pairs", "best_against_worst")
+    return [("pairs", f"{pairs}: {_first_line(PAIRS[pairs])}"), ("loss", f"{loss}: {RULES[loss].rule}")]
+
+
+def _composed(options: dict[str, Any]) -> list[tuple[str, str]]:
+    signature = inspect.signature(compose).parameters
+    value = lambda key: options.get(key, signature[key].default)  # noqa: E731
+    rows = []
+    for kind, makers in KINDS.items():
+        chosen = value(kind) or ()
+        for name in (chosen,) if isinstance(chosen, str) else chosen:
+            rows.append((kind, f"{name}: {_first_line(makers[name])}"))
+    ratio, clip = value("ratio"), value("clip")
+    rows.append(("loss", f"ratio {ratio}, clip {clip}: {SURROGATES[ratio, clip].rule}"))
+    rows.append(("aggregation", value("aggregation")))
+    if value("imitation"):
+        rows.append(("imitation", f"{value('imitation')}: {IMITATIONS[value('imitation')].rule}"))
+    if value("correction"):
+        rows.append(("correction", f"{value('correction')}: pi_old / pi_behaviour, bounded"))
+    if value("kl"):
+        rows.append(("kl", f"{value('kl')} against the reference, in the {value('kl_in')}"))
+    if value("perception"):
+        rows.append(("perception", "- perception_coef k3 against the policy's own words with masked observations"))
+    rows += [("finish", name) for name in value("finish")]
+    return rows
+
+
+def _first_line(function: Any) -> str:
+    """The first sentence of a docstring, on one line."""
+    text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    return text.removesuffix(".")

@@ -1,0 +1,234 @@
+"""What is left out: parts that clear ``Batch.mask`` (drop), re-draw episodes, or weigh tokens down.
+
+A dropped token leaves numerator and denominator; a token weighed down stays in the denominator. Statistics of the
+advantage count every episode that was played, dropped or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from agentrl_jax import entropy as entropy_lib
+from agentrl_jax import groups, importance, scoring, selection, stages
+from agentrl_jax import metrics as metrics_lib
+from agentrl_jax.algorithm import Tools
+from agentrl_jax.checks import check_choice
+from agentrl_jax.credit import pure
+from agentrl_jax.parts import Part
+from agentrl_jax.types import Array, Batch, Metrics, PyTree
+
+Keep = Callable[[Batch, Tools, dict[str, Array]], Array]
+
+
+def _keep_episodes(
+    name: str, keep: Keep, *, hyper: dict[str, float] | None = None, needs: tuple[str, ...] = ()
+) -> Part:
+    """Drops the loss tokens of episodes that ``keep`` (``-> bool[N]``) does not name."""
+
+    def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
+        _, _, played = stages.episodes(batch, tools)
+        kept = keep(batch, tools, hyper) & played
+        mask = batch.mask & stages.episode_rows(kept, tools)[:, None]
+        return batch._replace(mask=mask), {f"kept_{name}": metrics_lib.masked(kept.astype(jnp.float32), played)}
+
+    return Part(name, pure(function), hyper=hyper or {}, needs=frozenset(needs))
+
+
+def _environment_return(batch: Batch, tools: Tools) -> Array:
+    """What the environment paid, whatever stages made of it, ``[N]``."""
+    return jnp.sum(stages.sequences(batch.traj.steps["reward"], tools), axis=1)
+
+
+def varied() -> Part:
+    """Drops groups that the environment pays all alike: they would only swell the denominators."""
+
+    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
+        del hyper
+        _, ids, played = stages.episodes(batch, tools)
+        return groups.varied(_environment_return(batch, tools), ids, tools.episodes, where=played)
+
+    return _keep_episodes("varied", keep, needs=("group",))
+
+
+def complete() -> Part:
+    """Drops episodes that a limit cut (overlong filtering): their reward says nothing of what was being done."""
+
+    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
+        del hyper
+        return ~jnp.any(batch.traj.truncated.reshape(-1, tools.segments), axis=1)
+
+    return _keep_episodes("complete", keep)
+
+
+def uncertain() -> Part:
+    """Keeps the ``uncertain_fraction`` of groups whose returns differ most."""
+
+    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
+        ret, ids, played = stages.episodes(batch, tools)
+        return selection.uncertain_groups(ret, ids, tools.episodes, fraction=hyper["uncertain_fraction"], where=played)
+
+    return _keep_episodes("uncertain", keep, hyper={"uncertain_fraction": 0.25}, needs=("group",))
+
+
+def uncertain_mass() -> Part:
+    """Keeps the fewest groups, most different first, that hold ``uncertain_mass`` of all deviation (RAGEN-2)."""
+
+    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
+        ret, ids, played = stages.episodes(batch, tools)
+        return selection.uncertain_mass(ret, ids, tools.episodes, mass=hyper["uncertain_mass"], where=played)
+
+    return _keep_episodes("uncertain_mass", keep, hyper={"uncertain_mass": 0.9}, needs=("group",))
+
+
+def best_of_group() -> Part:
+    """Keeps the first best episode of each group, and none where all are alike at the lowest."""
+
+    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
+        del hyper
+        ret, ids, played = stages.episodes(batch, tools)
+        return selection.best_of_group(ret, ids, tools.episodes, where=played) & (ret > jnp.min(ret))
+
+    return _keep_episodes("best_of_group", keep, needs=("group",))
+
+
+def correct() -> Part:
+    """Keeps episodes that the environment calls a success."""
+
+    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
+        del hyper
+        return jnp.sum(stages.sequences(batch.traj.steps["success"], tools).astype(jnp.float32), axis=1) > 0.5
+
+    return _keep_episodes("correct", keep, needs=("parts:success",))
+
+
+def policy_filtration(*, filtration: str = "power") -> Part:
+    """Re-draws the episodes of the batch with replacement, by ``|R|^filtration_power`` or by rank."""
+    check_choice("filtration", filtration, ("power", "max-min", "max-random"))
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        ret, _, played = stages.episodes(batch, tools)
+        chance = selection.filtration_probability(ret, method=filtration, power=hyper["filtration_power"], where=played)
+        drawn = jax.random.choice(key, tools.episodes, (tools.episodes,), p=chance)
+        rows = drawn[:, None] * tools.segments + jnp.arange(tools.segments, dtype=drawn.dtype)
+        distinct = jnp.zeros(tools.episodes).at[drawn].set(1.0)
+        batch = jax.tree.map(lambda x: x[rows.ravel()], batch)
+        return memory, batch, {"distinct_episodes": metrics_lib.masked(distinct, played)}
+
+    # An exact reward ranks episodes without error: the environment must report what its noisy one hides.
+    return Part("policy_filtration", stage, hyper={"filtration_power": 2.0}, needs=frozenset({"parts:exact_reward"}))
+
+
+def _reweigh(batch: Batch, keep: Array) -> Batch:
+    gate = batch.extra.get("importance", jnp.ones_like(batch.adv))
+    return batch._replace(extra={**batch.extra, "importance": jnp.where(keep, gate, 0.0)})
+
+
+def top_entropy() -> Part:
+    """Only the ``entropy_fraction`` most uncertain tokens learn; the others stay in the denominator (as in TRL)."""
+
+    def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
+        del tools
+        keep = entropy_lib.top_entropy_mask(batch.extra["entropy"], batch.mask, fraction=hyper["entropy_fraction"])
+        return _reweigh(batch, keep), {}
+
+    return Part("top_entropy", pure(function), hyper={"entropy_fraction": 0.2}, needs=frozenset({"scores"}))
+
+
+def clip_cov() -> Part:
+    """Silences a random ``cov_fraction`` of the tokens whose centred ``log pi * A`` lies in (cov_low, cov_high).
+
+    Chosen once, from the scores before the first update: a choice that couples tokens cannot be made inside an
+    additive loss. verl chooses anew in every minibatch.
+    """
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del tools
+        keep = entropy_lib.clip_cov_keep(
+            batch.logp_old, batch.logp_old, batch.adv, batch.mask, key,
+            fraction=hyper["cov_fraction"], low=hyper["cov_low"], high=hyper["cov_high"],
+        )  # fmt: skip
+        return memory, _reweigh(batch, keep), {"silenced": metrics_lib.masked((~keep).astype(jnp.float32), batch.mask)}
+
+    numbers = {"cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0}
+    return Part("clip_cov", stage, hyper=numbers, needs=frozenset({"scores"}))
+
+
+def kl_cov() -> Part:
+    """Marks the ``cov_fraction`` of tokens of highest ``log pi * A`` covariance, which the KL-Cov loss then holds."""
+
+    def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
+        del tools
+        held = entropy_lib.kl_cov_select(batch.logp_old, batch.adv, batch.mask, fraction=hyper["cov_fraction"])
+        return batch._replace(extra={**batch.extra, "held": held}), {}
+
+    return Part("kl_cov", pure(function), hyper={"cov_fraction": 2e-4}, needs=frozenset({"scores"}))
+
+
+CORRECTIONS = {
+    "tis": ("token", "truncate", 0.0, 2.0),
+    "mis": ("token", "mask", 0.0, 2.0),
+    "icepop": ("token", "mask", 0.5, 5.0),
+    "sequence-tis": ("sequence", "truncate", 0.0, 2.0),
+    "sequence-mis": ("sequence", "mask", 0.0, 3.0),
+    "geometric-mis": ("geometric", "mask", 0.999, 1.001),
+}
+"""Name: (level, rule, low, high) of ``importance.importance_weight``; the bounds of IcePop are unconfirmed."""
+
+
+def behaviour_correction(*, correction: str = "tis") -> Part:
+    """Multiplies each token's loss by ``pi_old / pi_behaviour``, bounded: for a sampler that is not the trainer."""
+    check_choice("correction", correction, tuple(CORRECTIONS))
+    level, rule, low, high = CORRECTIONS[correction]
+
+    def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
+        del tools
+        weight = importance.importance_weight(
+            batch.logp_old, batch.traj.logp, batch.mask, level=level, rule=rule,
+            low=hyper["correction_low"], high=hyper["correction_high"], known=~batch.traj.expert,
+        )  # fmt: skip
+        gate = batch.extra.get("importance", 1.0)
+        batch = batch._replace(extra={**batch.extra, "importance": weight * gate})
+        return batch, {"correction_weight": metrics_lib.masked(weight, batch.mask)}
+
+    needs = {"scores"} | ({"one_segment"} if level != "token" else set())
+    numbers = {"correction_low": low, "correction_high": high}
+    return Part("behaviour_correction", pure(function), hyper=numbers, needs=frozenset(needs))
+
+
+def mark_correct() -> Part:
+    """Marks the tokens of successful episodes, ``extra["correct"]``, for a term that imitates them."""
+
+    def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
+        del hyper
+        right = jnp.sum(stages.sequences(batch.traj.steps["success"], tools).astype(jnp.float32), axis=1) > 0.5
+        mark = jnp.broadcast_to(stages.episode_rows(right, tools)[:, None], batch.mask.shape)
+        return batch._replace(extra={**batch.extra, "correct": mark}), {}
+
+    return Part("mark_correct", pure(function), needs=frozenset({"parts:success"}))
+
+
+def masked_observations() -> Part:
+    """``extra["logp_masked"]``: what the policy says when bytes of its prompt and observations are blanked out.
+
+    Each is replaced by padding with probability ``perception_mask``; control tokens stay. PAPO blacks out patches of
+    an image; this is its form for text.
+    """
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        traj, codec = batch.traj, tools.codec
+        readable = jnp.asarray(codec.sampleable)[traj.tokens] & (traj.tokens != codec.end_action) & ~traj.mask
+        hide = readable & (jax.random.uniform(key, traj.tokens.shape) < hyper["perception_mask"])
+        tokens, start = jnp.where(hide, codec.pad, traj.tokens), jnp.zeros(traj.length.shape, jnp.int32)
+        scores = tools.score(scoring.View("policy", lambda _: (tokens, start)), batch)
+        return memory, batch._replace(extra={**batch.extra, "logp_masked": scores.logp}), {}
+
+    return Part("masked_observations", stage, hyper={"perception_mask": 0.6})

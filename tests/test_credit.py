@@ -1,0 +1,290 @@
+"""Advantage parts: each against its formula, and the properties that hold for all of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from conversations import TURNS, T, conversations, joined, order, run, split, tools_of, with_gap
+
+from agentrl_jax import credit, stages
+
+CRITIC = ("gae", "turn_gae", "bilevel_gae", "vapo_gae", "vtrace")
+RELATIVE = (
+    "group", "own_group", "leave_one_out", "length_weighted", "gpg", "gdpo", "pass_at_k", "max_at_k", "best_gap",
+    "gigpo", "turn_relative", "process_relative",
+)  # fmt: skip
+SHAPING = ("whiten", "entropy_shaped", "entropy_scaled", "aspo_shaped", "ktae_shaped")
+EVERY = (*RELATIVE, "returns", "ones", *CRITIC, *SHAPING)
+OPTIONS = {"pass_at_k": {"k": 2}, "max_at_k": {"k": 2}}
+
+
+def part(name, **options):
+    return getattr(credit, name)(**(OPTIONS.get(name, {}) | options))
+
+
+def returns(b):
+    return np.asarray(b.traj.reward).sum(1)
+
+
+def on_tokens(b, adv):
+    """An advantage an episode, or one a turn, on the written tokens."""
+    mask, turn = np.asarray(b.mask), np.asarray(b.traj.turn)
+    adv = np.asarray(adv)
+    each = adv[:, None] if adv.ndim == 1 else np.take_along_axis(adv, np.maximum(turn, 0), 1)
+    return np.where(mask, each, 0)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+
+
+# Properties of all
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_restarted_episode_gives_what_the_whole_one_gives(name):
+    b = conversations(1)
+    whole, _ = run(part(name), b)
+    halves, _ = run(part(name), split(b), segments=2)
+    close(joined(halves.adv), whole.adv)
+    close(joined(halves.target), whole.target)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_observation_tokens_change_nothing_whatever_they_hold(name):
+    b = conversations(2)
+    plain, _ = run(part(name), b)
+    wide, keep = with_gap(b)
+    found, metrics = run(part(name), wide)
+    close(np.asarray(found.adv)[:, keep], plain.adv)
+    close(np.where(b.mask, np.asarray(found.target)[:, keep], 0), np.where(b.mask, plain.target, 0))
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(metrics))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_permuted_episodes_give_permuted_advantages(name):
+    b = conversations(3)
+    index = np.random.default_rng(0).permutation(b.mask.shape[0])
+    plain, _ = run(part(name), b)
+    mixed, _ = run(part(name), order(b, index))
+    close(mixed.adv, np.asarray(plain.adv)[index])
+
+
+@pytest.mark.parametrize("name", [n for n in RELATIVE if n != "gdpo"])
+def test_equal_returns_and_lone_members_give_exactly_zero(name):
+    b = conversations(4, groups=(0, 0, 0, 1))
+    last = np.asarray([np.flatnonzero(row)[-1] for row in np.asarray(b.mask)])
+    reward = jnp.zeros((4, T)).at[jnp.arange(4), last].set(0.3)
+    steps = b.traj.steps | {k: jnp.zeros((4, TURNS)) for k in ("tool_calls", "success")}
+    # One turn each: else a reward at the end makes later turns differ from earlier ones.
+    b = b._replace(traj=b.traj._replace(reward=reward, steps=steps))
+    if name in ("gigpo", "process_relative"):
+        steps = steps | {"anchor": jnp.arange(4 * TURNS, dtype=jnp.uint32).reshape(4, TURNS)}
+        reward = jnp.where(b.mask, 0.0, 0.0)
+        b = b._replace(traj=b.traj._replace(steps=steps, reward=reward))
+    found, _ = run(part(name), b)
+    assert not np.asarray(found.adv).any()
+
+
+def test_what_is_not_played_gets_nothing_and_counts_for_nobody():
+    b = conversations(5)
+    gone = b.traj._replace(
+        length=b.traj.length.at[0].set(0), mask=b.traj.mask.at[0].set(False),
+        steps=b.traj.steps | {"played": b.traj.steps["played"].at[0].set(False)},
+        reward=b.traj.reward.at[0].set(0), turn=b.traj.turn.at[0].set(-1),
+    )  # fmt: skip
+    less = b._replace(traj=gone, mask=b.mask.at[0].set(False))
+    for name in RELATIVE:
+        found, _ = run(part(name), less)
+        rest, _ = run(part(name), order(b, range(1, 8)))
+        close(found.adv[1:], rest.adv)
+        assert not np.asarray(found.adv[0]).any()
+
+
+# Each against its formula
+
+
+def test_turn_rewards_lose_nothing():
+    b = conversations(6)
+    found = credit.turn_rewards(b, tools_of(b))
+    close(found, b.traj.steps["reward"])
+    close(credit.turn_rewards(split(b), tools_of(split(b), segments=2)), found)
+    assert (np.asarray(credit.played_turns(b, tools_of(b))) == np.asarray(b.traj.steps["played"])).all()
+
+
+GROUPS = np.asarray((0, 0, 0, 1, 1, 1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "name, options, oracle",
+    [
+        ("group", {}, lambda b: oracles.group_relative(returns(b), GROUPS)),
+        ("group", {"scale": "none"}, lambda b: oracles.group_relative(returns(b), GROUPS, scale="none")),
+        ("group", {"scale": "batch", "ddof": 0}, lambda b: oracles.group_relative(returns(b), GROUPS, "batch", 0)),
+        ("own_group", {}, lambda b: oracles.group_relative(returns(b), GROUPS)),
+        ("leave_one_out", {}, lambda b: oracles.leave_one_out(returns(b), GROUPS)),
+        ("length_weighted", {}, lambda b: oracles.length_weighted(returns(b), np.asarray(b.mask).sum(1), GROUPS)),
+        ("gpg", {}, lambda b: oracles.gpg(returns(b), GROUPS)),
+        ("max_at_k", {}, lambda b: oracles.max_at_k_advantage(returns(b), GROUPS, 2)),
+        (
+            "gigpo",
+            {"scale": "std"},
+            lambda b: oracles.gigpo(
+                np.asarray(b.traj.steps["reward"]), np.asarray(b.traj.steps["anchor"]).astype(int),
+                np.asarray(b.traj.steps["played"]), GROUPS, 0.95, 1.0, "std",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_an_estimate_is_its_formula_on_every_written_token(name, options, oracle):
+    for seed in range(3):
+        b = conversations(seed)
+        found, _ = run(part(name, **options), b)
+        close(found.adv, on_tokens(b, oracle(b)))
+
+
+def test_pass_at_k_reads_binary_returns():
+    b = conversations(7)
+    last = np.asarray([np.flatnonzero(row)[-1] for row in np.asarray(b.mask)])
+    right = np.asarray([1, 0, 0, 1, 1, 0, 0, 0])
+    b = b._replace(
+        traj=b.traj._replace(reward=jnp.zeros((8, T)).at[jnp.arange(8), last].set(jnp.asarray(right, jnp.float32)))
+    )
+    found, _ = run(credit.pass_at_k(k=2), b)
+    close(found.adv, on_tokens(b, oracles.pass_at_k_advantage(right, GROUPS, 2)))
+
+
+def test_expert_episodes_are_measured_by_the_policys_own():
+    b = conversations(8, expert=(2, 5))
+    found, _ = run(credit.own_group(), b)
+    ret = returns(b)
+    for group in (0, 1):
+        own = ret[[i for i in range(8) if GROUPS[i] == group and i not in (2, 5)]]
+        for i in np.flatnonzero(GROUPS == group):
+            spread = own.std(ddof=1)
+            expected = (ret[i] - own.mean()) / (spread + 1e-6) if spread or ret[i] == own.mean() else None
+            if expected is not None:
+                close(np.asarray(found.adv)[i][np.asarray(b.mask)[i]], expected)
+
+
+def test_turn_level_advantages_add_the_turns_own():
+    """K = 2 by hand, as the paper's code."""
+    b = conversations(9, groups=(0,) * 8)
+    found, _ = run(credit.turn_relative(part="tool_calls"), b, turn_coef=0.5)
+    played, calls = np.asarray(b.traj.steps["played"]), np.asarray(b.traj.steps["tool_calls"])
+    ret, turns = returns(b), played.sum(1)
+    norm = lambda x, who: np.where(who, (x - x[who].mean()) / (x[who].std(ddof=1) + 1e-4), 0.0)  # noqa: E731
+    every = np.ones(8, bool)
+    adv = np.repeat(norm(ret, every)[:, None], TURNS, 1)
+    adv[turns == 1] = norm(ret + (calls * played).sum(1), every)[turns == 1, None]
+    for k in range(TURNS):
+        early = turns > k + 1
+        if early.sum() > 1 and np.ptp(calls[early, k]) > 0:
+            adv[:, k] += 0.5 * norm(calls[:, k], early)
+    close(found.adv, on_tokens(b, adv))
+
+
+def rows(b, fn):
+    """``fn(reward, value, mask, turn, logp_old, logp, bootstrap)`` a row, ``(adv, target)``."""
+    out = []
+    for i in range(b.mask.shape[0]):
+        pick = lambda x, i=i: np.asarray(x[i], np.float64 if x.dtype.kind == "f" else None)  # noqa: E731
+        boot = float(b.bootstrap[i]) if bool(b.traj.truncated[i]) else 0.0
+        out.append(
+            fn(*(pick(x) for x in (b.traj.reward, b.value, b.traj.mask, b.traj.turn, b.logp_old, b.traj.logp)), boot)
+        )
+    return tuple(np.stack(x) for x in zip(*out, strict=True))
+
+
+ACTORS = {
+    "gae": lambda r, v, m, t, o, beh, b: oracles.gae(r, v, m, 1.0, 0.95, b),
+    "bilevel_gae": lambda r, v, m, t, o, beh, b: oracles.turn_gae(r, v, m, t, 0.95, 1.0, 1.0, 1.0, True, b),
+    "vapo_gae": lambda r, v, m, t, o, beh, b: (
+        oracles.gae(r, v, m, 1.0, max(0.0, 1 - 1 / (0.05 * m.sum())), b)[0], oracles.gae(r, v, m, 1.0, 1.0, b)[1],
+    ),
+    "vtrace": lambda r, v, m, t, o, beh, b: oracles.vtrace(r, v, o, beh, m, 1.0, bootstrap=b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_a_critics_estimate_is_its_formula(name):
+    b = conversations(10)
+    found, _ = run(part(name), b)
+    adv, target = rows(b, ACTORS[name])
+    close(found.adv, adv)
+    close(np.where(b.mask, found.target, 0), np.where(b.mask, target, 0))
+
+
+def test_turn_wise_gae_trains_the_critic_at_turn_ends_alone():
+    b = conversations(11)
+    found, _ = run(credit.turn_gae(), b)
+    ends = np.asarray(found.extra["value_mask"])
+    assert (ends.sum(1) == np.asarray(b.traj.steps["played"]).sum(1)).all() and not (ends & ~np.asarray(b.mask)).any()
+    assert (np.diff(np.where(np.asarray(b.mask), np.asarray(b.traj.turn), -1)[0][np.asarray(b.mask)[0]]) >= 0).all()
+
+
+def test_one_makes_the_policy_gradient_a_likelihood():
+    b = conversations(12)
+    found, _ = run(credit.ones(), b)
+    np.testing.assert_array_equal(found.adv, np.asarray(b.mask, np.float32))
+
+
+# Shaping
+
+
+def test_entropy_never_flips_a_sign():
+    b = conversations(13)
+    found, _ = run(credit.entropy_shaped(), b)
+    old, entropy = np.asarray(b.adv), np.asarray(b.extra["entropy"])
+    close(found.adv, np.where(b.mask, old + np.minimum(0.4 * entropy, np.abs(old) / 2), 0))
+    assert (np.sign(found.adv) == np.sign(old)).all()
+
+
+def test_a_sure_answer_counts_more():
+    b = conversations(14)
+    found, _ = run(credit.entropy_scaled(), b)
+    mask, entropy = np.asarray(b.mask), np.asarray(b.extra["entropy"])
+    mean = (entropy * mask).sum(1) / mask.sum(1)
+    factor = np.asarray([mean[GROUPS == GROUPS[i]].mean() / mean[i] for i in range(8)]).clip(0.1, 10)
+    close(found.adv, on_tokens(b, np.asarray(b.adv)[:, 2] * factor))
+
+
+def test_earlier_calls_of_right_answers_are_preferred():
+    b = conversations(15, groups=(0,) * 8)
+    found, _ = run(credit.aspo_shaped(), b)
+    calls, mask, turn = (np.asarray(x) for x in (b.traj.steps["tool_calls"], b.mask, b.traj.turn))
+    right, old = np.asarray(b.traj.steps["success"]).sum(1) > 0, np.asarray(b.adv)[:, 2]
+    who = right & calls.any(1)
+    first = calls.argmax(1)
+    said = np.asarray([(mask[i] & (turn[i] < first[i])).sum() for i in range(8)])
+    bias = -2.0 * (said - said[who].mean()) / mask.sum(1)[who].mean() if who.any() else np.zeros(8)
+    expected = np.where(who, old + np.clip(bias, -0.7 * np.abs(old), 0.7 * np.abs(old)), old)
+    close(found.adv, on_tokens(b, expected))
+    assert who.sum() > 1
+
+
+def test_key_tokens_are_added_where_they_stand():
+    b = conversations(16, groups=(0,) * 8)
+    found, metrics = run(credit.ktae_shaped(), b)
+    tokens, mask = np.asarray(b.traj.tokens), np.asarray(b.mask)
+    right = np.asarray(b.traj.steps["success"]).sum(1) > 0
+    holds = [set(tokens[i][mask[i]]) for i in range(8)]
+    for i in range(8):
+        for t in np.flatnonzero(mask[i]):
+            has = np.asarray([tokens[i, t] in held for held in holds])
+            counts = [(has & right).sum(), (has & ~right).sum(), (~has & right).sum(), (~has & ~right).sum()]
+            close(found.adv[i, t] - b.adv[i, t], oracles.ktae_key(*counts))
+    assert metrics["key_token"][1] == mask.sum()
+
+
+def test_options_are_refused_by_name():
+    for make, message in [
+        (lambda: credit.gigpo(scale="batch"), "Unknown scale 'batch'"),
+        (lambda: credit.pass_at_k(k=0), "k must be above 0"),
+        (lambda: credit.gdpo(parts=("a",), weights=(1.0, 2.0)), "as many weights as parts, got 2 and 1"),
+        (lambda: credit.own_group(scale="x"), "Unknown scale 'x'"),
+        (lambda: stages.return_to_go("mean"), "baseline must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
