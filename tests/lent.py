@@ -8,9 +8,10 @@ import numpy as np
 from tiny import CODEC, POLICY
 
 import agentrl_jax.train as train
-from agentrl_jax.algorithm import Algorithm, Shape, TrainState
+from agentrl_jax.algorithm import Algorithm, Shape, Tools, TrainState
 from agentrl_jax.rollout import rollout
 from agentrl_jax.train import make_hyper
+from agentrl_jax.types import Start, Trajectory
 
 
 def lend(env, config, params, part, spy=None, step=0):
@@ -45,6 +46,71 @@ def collector(part, env, config, *, spied=False):
     return run
 
 
+def toy(config, turns=4, *, pays=None):
+    """Tools whose rollouts are made up: they cost nothing, and depend on their key, call and start alone.
+
+    Half of the episodes succeed, or those of the tasks that ``pays`` says. The expert needs ``1 + task % turns`` turns,
+    and ``steps["taught"]`` keeps the turns asked of it.
+    """
+    segments, width = config.segments, config.max_tokens
+
+    def roll(key, call=0, start=None, expert=False, episodes=None, group_size=None, record=False):
+        start, n = start or Start(), episodes or config.episodes
+        group = jnp.arange(n, dtype=jnp.int32) // (group_size or config.group_size)
+        group = group if start.group is None else start.group
+        bits = jax.random.bits(jax.random.fold_in(key, call), (n, segments, width + 8), jnp.uint32) >> 8
+        bits = bits.astype(jnp.int32)
+        task = bits[:, 0, 0][group] % 1000 if start.task is None else start.task
+        active = jnp.ones(n, bool) if start.active is None else start.active
+        taught = jnp.zeros(n, jnp.int32) if start.teacher_turns is None else start.teacher_turns
+        paid = active & (bits[:, 0, 1] % 2 == 1 if pays is None else pays(task))
+        of_row = lambda x: jnp.repeat(x, segments, axis=0)  # noqa: E731
+        bits, row = bits.reshape(n * segments, -1), jnp.arange(n * segments, dtype=jnp.int32)
+        length = jnp.where(of_row(active), 3 + bits[:, 2] % (width - 2), 0)
+        real = jnp.arange(width) < length[:, None]
+        mask = real & (jnp.arange(width) >= 2)
+        written = mask & of_row(taught > 0)[:, None]
+        last = row % segments == segments - 1
+        first = (jnp.arange(turns) == 0) & last[:, None]
+        played = jnp.arange(turns) < jnp.where(expert, 1 + task % turns, 1)[:, None]
+        none, heat = jnp.full_like(row, -1), jnp.ones(row.shape)
+        counts = {x: first * (bits[:, i] % 2)[:, None] * 1.0 for i, x in enumerate(("tool_calls", "malformed"), 3)}
+        reward = (last & of_row(paid)).astype(jnp.float32)
+        steps = {
+            "reward": first * reward[:, None], "played": of_row(played & active[:, None]) & last[:, None],
+            "answered": first * 1.0, "taught": first * of_row(taught)[:, None], **counts,
+        }  # fmt: skip
+        return Trajectory(
+            tokens=jnp.where(real, bits[:, 8:] % 256, CODEC.pad), mask=mask,
+            expert=written, logp=jnp.where(mask & ~written, -1.0, 0.0),
+            reward=jnp.where(jnp.arange(width) == 2, reward[:, None], 0.0), turn=jnp.where(real, 0, -1),
+            length=length, terminated=of_row(active) & last, truncated=row < 0, task=of_row(task), group=of_row(group),
+            episode=row // segments, role=jnp.zeros_like(row), segment=row % segments, version=jnp.zeros_like(row),
+            parent=none, branch=none, temperature=heat, steps=steps,
+        )  # fmt: skip
+
+    groups = config.episodes // config.group_size
+    return Tools(
+        roll, lambda *args: None, config.episodes, config.group_size, groups, segments, True, width, turns, CODEC
+    )  # fmt: skip
+
+
+def together_as_alone(part, config, members=4):
+    """A collector over members of a ``vmap``, on made-up rollouts, gives each what it gets alone; its memory keeps its
+    types, so that steps can be scanned. Returns what was collected, by member."""
+    tools = toy(config)
+    memory = part.init(jax.random.key(0), Shape(config.episodes, config.group_size, config.max_tokens, tools.max_turns))
+    hyper = numbers(part)
+    run = jax.jit(lambda memory, key: part.collect(memory, tools, hyper, key))
+    keys = jax.random.split(jax.random.key(7), members)
+    memories = [run(memory, jax.random.key(i))[0] if i % 2 else memory for i in range(members)]
+    assert all(typed(m) == typed(memory) for m in memories)
+    together = jax.jit(jax.vmap(run))(stack(*memories), keys)
+    for i in range(members):
+        same(at(together, i), run(memories[i], keys[i]))
+    return jax.tree.map(np.asarray, together[1])
+
+
 def stack(*trees):
     return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
@@ -61,7 +127,7 @@ def same(a, b, tolerance=1e-5):
 
 def typed(tree):
     """Shapes and dtypes, weak ones told apart: what a ``scan`` must find unchanged."""
-    return jax.tree.map(lambda x: (x.shape, str(x.dtype), jax.core.get_aval(x).weak_type), tree)
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype), x.weak_type), tree)
 
 
 def well_formed(traj, config, *, groups=None):

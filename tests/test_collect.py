@@ -9,7 +9,7 @@ import pytest
 from batches import tools, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lent import at, collector, lend, numbers, same, shape, stack, typed, well_formed
+from lent import collector, lend, numbers, same, shape, together_as_alone, toy, well_formed
 from tiny import biased
 
 from agentrl_jax import collect, envs, scoring, selection
@@ -167,13 +167,12 @@ def test_refill_ends_with_groups_that_vary_and_counts_what_it_threw_away():
 
 
 def test_without_a_group_that_varies_the_first_roll_stays():
-    part, env, config = SETUPS["refill"]
+    _, _, config = SETUPS["refill"]
     _, traj, _ = run("refill", ALWAYS_0)
     ret = in_groups(returns(traj, config), config)
     assert np.all(ret.max(1) == ret.min(1)) and noted(traj, "rounds", 3)[0] == 3
-    plain = jax.jit(lambda p: lend(env, config, p, part).roll(KEY, call=0))(ALWAYS_0)
-    for name in ("tokens", "task", "length", "reward", "mask"):
-        np.testing.assert_array_equal(getattr(traj, name), getattr(plain, name))
+    # Every roll has as many tokens as the one kept.
+    assert noted(traj, "extra_tokens", 3).sum() == pytest.approx(2 * traj.length.sum())
     assert compiled("refill")._cache_size() == 1
 
 
@@ -231,10 +230,10 @@ def test_hard_groups_get_the_episodes_that_easy_ones_do_not_need():
 
 
 def test_where_all_is_easy_half_of_the_batch_is_not_played():
-    """Both bits are right in this environment: the second half of every group stays, unplayed, where it was."""
+    """The second half of every group stays, unplayed, where it was."""
     part, _, config = SETUPS["difficulty"]
-    env = envs.make("probe_one_action")
-    traj = jax.jit(collector(part, env, config))((), EITHER, KEY, {})[1]
+    tools = toy(config, pays=lambda task: task >= 0)
+    traj = jax.jit(lambda key: part.collect((), tools, {}, key)[1])(KEY)
     well_formed(traj, config)
     np.testing.assert_array_equal(np.asarray(traj.length > 0).reshape(6, 4), [[1, 1, 0, 0]] * 6)
 
@@ -301,24 +300,19 @@ def test_hints_begin_with_their_step():
     assert traj.expert.any() and compiled("hints")._cache_size() == 1
 
 
-def test_hints_grow_and_never_give_everything_away():
-    """Of a policy that only ever writes nonsense: one, two, and again two of the expert's three turns, or less."""
-    part, env, config = collect.hints(3), envs.make("guess", max_turns=3), TrainConfig(8, 2, max_tokens=120)
-
-    def play(params):
-        tools = lend(env, config, params, part)
-        turns = collect._expert_turns(tools, KEY, picking.fresh_tasks(KEY, tools), jnp.bool_(True), 4)
-        return turns, part.collect(jnp.int32(0), tools, numbers(part), KEY)[1]
-
-    easy = env.params._replace(high=6, teacher_noise=0.0)
-    env = env._replace(params=easy)
-    turns, traj = jax.tree.map(np.asarray, jax.jit(play)(biased(b"x", STRONG)))
+@pytest.mark.parametrize("rounds, fraction", [(1, 0.25), (2, 0.5), (4, 0.75)])
+def test_hints_grow_and_never_give_everything_away(rounds, fraction):
+    """Nobody ever solves a task here, which takes the expert one to four turns; some may solve those of one turn."""
+    config, part = LONG._replace(episodes=32), collect.hints(rounds)
+    tools = toy(config, pays=lambda task: task < 0)
+    run = jax.jit(lambda key: part.collect(jnp.int32(0), tools, numbers(part), key)[1])
+    traj = jax.tree.map(np.asarray, run(KEY))
     well_formed(traj, config)
-    written = [len(set(t[e])) for t, e in zip(traj.turn, traj.expert, strict=True)]
-    assert len(set(turns)) > 1 and set(turns) <= {1, 2, 3}
-    np.testing.assert_array_equal(written, np.repeat(np.minimum(np.ceil(0.75 * turns), turns - 1), 2))
-    np.testing.assert_array_equal(noted(traj, "hint"), np.repeat(np.where(turns > 1, 0.75, 0), 2))
-    assert noted(traj, "rounds")[0] == 4 and not returns(traj, config).any()
+    turns = 1 + traj.task % 4
+    assert set(turns) == {1, 2, 3, 4}
+    np.testing.assert_array_equal(noted(traj, "taught"), np.minimum(np.ceil(fraction * turns), turns - 1))
+    np.testing.assert_allclose(noted(traj, "hint"), np.where(turns > 1, fraction, 0))
+    assert noted(traj, "rounds")[0] == rounds + 1
 
 
 def test_the_last_of_a_group_is_the_experts():
@@ -335,27 +329,17 @@ def test_the_last_of_a_group_is_the_experts():
 # What holds for all of them
 
 
-@pytest.mark.parametrize("name", ["refill", "hints", "difficulty"])
+@pytest.mark.parametrize("name", ["refill", "difficulty", "hints"])
 def test_seeds_together_equal_seeds_alone(name):
-    """One of them needs no second round, another all of them."""
-    part, env, config = SETUPS[name]
-    memory = part.init(KEY, shape(env, config))
-    keys = jax.random.split(jax.random.key(3), 3)
-    members = [ALWAYS_1, ALWAYS_0, EITHER]
-    together = jax.jit(jax.vmap(collector(part, env, config), (None, 0, 0, None)))
-    memories, trajs, _ = together(memory, stack(*members), keys, numbers(part))
-    for i in range(3):
-        alone = compiled(name)(memory, members[i], keys[i], numbers(part))
-        same((at(memories, i), at(trajs, i)), alone[:2])
-
-
-@pytest.mark.parametrize("name", SETUPS)
-def test_memory_and_sizes_are_fixed(name):
-    part, env, config = SETUPS[name]
-    memory = jax.eval_shape(lambda: part.init(KEY, shape(env, config)))
-    after, traj, _ = jax.eval_shape(collector(part, env, config), memory, ALWAYS_0, KEY, numbers(part))
-    assert typed(after) == typed(memory)
-    assert traj.tokens.shape == (config.episodes * config.segments, config.max_tokens)
+    """On made-up rollouts, so that the members are many and differ in their rounds, tasks and losses."""
+    part, _, config = SETUPS[name]
+    trajs = together_as_alone(part, config._replace(max_tokens=8))
+    assert trajs.tokens.shape == (4, config.episodes * config.segments, 8)
+    groups = trajs.group.reshape(4, -1)
+    assert np.all(np.diff(groups) >= 0) and np.all(groups[:, -1] == config.episodes // config.group_size - 1)
+    if "rounds" in trajs.steps:
+        assert len(set(trajs.steps["rounds"][:, 0, 0].tolist())) > 1
+        assert np.all(trajs.steps["extra_tokens"] >= 0) and trajs.steps["extra_tokens"].any()
 
 
 def test_a_loop_of_rounds_has_one_rollout():

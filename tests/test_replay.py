@@ -9,10 +9,10 @@ import pytest
 from batches import masks, tools, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lent import same, stack, typed
+from lent import at, same, stack, typed
 from tiny import CODEC, POLICY, biased
 
-from agentrl_jax import algorithms, envs, groups, parts, replay, scoring, stages
+from agentrl_jax import algorithms, envs, replay, scoring
 from agentrl_jax.algorithm import Shape
 from agentrl_jax.metrics import finalize
 from agentrl_jax.train import TrainConfig, make_hyper, make_init, make_step
@@ -36,7 +36,8 @@ def made(adv, *, version=0, seed=0, temperature=1.0):
         task=jnp.asarray(1000 * seed + np.arange(n), jnp.int32),
         temperature=jnp.full(n, temperature, jnp.float32),
     )
-    return scoring.as_batch(traj)._replace(adv=jnp.asarray(np.where(mask, adv[:, None], 7.0), jnp.float32))
+    adv = jnp.asarray(np.where(mask, adv[:, None], 7.0), jnp.float32)
+    return scoring.as_batch(traj)._replace(adv=adv, logp_old=jnp.full((n, T), -9.0))
 
 
 @functools.cache
@@ -78,7 +79,7 @@ def test_rows_are_drawn_by_the_size_of_their_advantage():
     """The card: A = [1.5, -.5, .25, .75] gives chances of 1/2, 1/6, 1/12, 1/4; places never filled none."""
     b = made([1.5, -0.5, 0.25, 0.75])
     buffer = compiled_push()(replay.empty(7, T), b, np.ones(4, bool))
-    drawn = replay.draw(buffer, KEY, 6000)
+    drawn = jax.jit(replay.draw, static_argnums=2)(buffer, KEY, 6000)
     share = np.bincount(np.asarray(drawn.task), minlength=4) / 6000
     np.testing.assert_allclose(share, [1 / 2, 1 / 6, 1 / 12, 1 / 4], atol=0.02)
     same(jax.tree.map(lambda x: x[:50], drawn), jax.tree.map(lambda x: x[drawn.task[:50]], buffer.rows), 0)
@@ -87,34 +88,37 @@ def test_rows_are_drawn_by_the_size_of_their_advantage():
 # The stage
 
 
-def with_scores(b):
-    """Tools whose policy says -3 of every token, and counts how often it is asked."""
-    asked = []
+@functools.cache
+def compiled(capacity):
+    """The stage, whose models say -3 of every token; which it asks; and the stage before it is compiled."""
+    asked, part = [], replay.replay(capacity)
 
     def scores(view, of):
         asked.append(view.model)
         return Score(*(jnp.full(of.mask.shape, -3.0),) * 3, jnp.zeros(of.mask.shape[0]))
 
-    return tools(b.traj, scores=scores), asked
+    def run(memory, b, share, key):
+        return part.stage(memory, b, tools(b.traj, scores=scores), {"replay_share": share}, key)
+
+    return jax.jit(run), asked, run
 
 
-def apply(part, memory, b, share, key=KEY):
-    lent, asked = with_scores(b)
-    return *part.stage(memory, b, lent, {"replay_share": jnp.float32(share)}, key), asked
+def apply(memory, b, share, key=KEY):
+    memory, out, metrics = compiled(len(memory.rows.length))[0](memory, b, jnp.float32(share), key)
+    return memory, out, finalize(metrics)
 
 
 def test_rows_that_teach_nothing_make_way_for_stored_ones():
-    part = replay.replay(4)
-    memory = part.init(KEY, Shape(4, 2, T, 2))
+    memory = replay.replay(4).init(KEY, Shape(4, 2, T, 2))
     old = made([2.0, 0.0, -1.0, 0.0], version=3, seed=1)
-    memory, out, metrics, _ = apply(part, memory, old, 1.0)
-    assert finalize(metrics)["replay_share"] == 0 and np.isnan(finalize(metrics)["replay_age"])
-    same(out._replace(logp_old=old.logp_old), old, 0)
+    memory, out, metrics = apply(memory, old, 1.0)
+    assert metrics["replay_share"] == 0 and np.isnan(metrics["replay_age"])
+    same(out, old, 0)
     assert memory.filled == 2 and set(np.asarray(memory.rows.task[:2]).tolist()) == {1000, 1002}
 
     new = made([0.0, 5.0, 0.0, 0.0], version=7, seed=2)
-    memory, out, metrics, asked = apply(part, memory, new, 0.5)
-    assert asked == ["policy"] and finalize(metrics)["replay_share"] == 0.5 and finalize(metrics)["replay_age"] == 4
+    memory, out, metrics = apply(memory, new, 0.5)
+    assert compiled(4)[1] == [] and metrics["replay_share"] == 0.5 and metrics["replay_age"] == 4
     task = np.asarray(out.traj.task)
     assert set(task[[0, 2]].tolist()) <= {1000, 1002} and task[1] == 2001 and task[3] == 2003
     for row in (0, 2):
@@ -126,7 +130,7 @@ def test_rows_that_teach_nothing_make_way_for_stored_ones():
         np.testing.assert_array_equal(out.logp_old[row], old.traj.logp[source])
         assert not out.traj.steps["played"][row].any()
     for row in (1, 3):
-        assert np.all(out.logp_old[row] == -3)
+        assert np.all(out.logp_old[row] == -9)
         np.testing.assert_array_equal(out.traj.tokens[row], new.traj.tokens[row])
     np.testing.assert_array_equal(out.traj.group, new.traj.group)
     np.testing.assert_array_equal(out.traj.episode, new.traj.episode)
@@ -136,57 +140,57 @@ def test_rows_that_teach_nothing_make_way_for_stored_ones():
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.sampled_from([0.0, 1.0, np.nan]), min_size=4, max_size=4), st.floats(0, 1))
 def test_never_more_than_the_share_and_only_idle_rows(adv, share):
-    memory, _, _, _ = apply(replay.replay(6), replay.empty(6, T), made([1.0, 2.0], seed=3), 1.0)
-    after, out, metrics, _ = apply(replay.replay(6), memory, made(adv, seed=4), share)
+    memory, _, _ = apply(replay.empty(6, T), made([1.0, 2.0], seed=3), 1.0)
+    after, out, metrics = apply(memory, made(adv, seed=4), share)
     idle = np.asarray([a == 0 for a in adv])
     changed = np.asarray(out.traj.task) < 4000
     assert not np.any(changed & ~idle) and changed.sum() == min(idle.sum(), int(share * 4 + 1e-4))
     np.testing.assert_array_equal(np.flatnonzero(changed), np.flatnonzero(idle)[: changed.sum()])
     assert after.filled == 2 + sum(a == 1 for a in adv), "what is not finite is never stored"
-    assert finalize(metrics)["replay_share"] == pytest.approx(changed.mean())
+    assert metrics["replay_share"] == pytest.approx(changed.mean())
 
 
 def test_rows_that_were_not_played_are_replaced_too():
-    memory = apply(replay.replay(6), replay.empty(6, T), made([1.0], seed=3), 1.0)[0]
+    memory = apply(replay.empty(6, T), made([1.0, np.nan], seed=3), 1.0)[0]
     b = made([1.0, 1.0], seed=4)
     nothing = trajectory(np.zeros((1, T)))
     put = lambda x, y: x.at[1].set(y[0])  # noqa: E731
     b = b._replace(traj=jax.tree.map(put, b.traj, nothing), mask=b.mask.at[1].set(False))
-    _, out, _, _ = apply(replay.replay(6), memory, b, 1.0)
+    _, out, _ = apply(memory, b, 1.0)
     assert out.traj.task.tolist() == [4000, 3000] and out.traj.length[1] == T and out.mask[1].any()
 
 
-def test_scores_are_asked_for_once_or_taken_from_an_earlier_stage():
-    b = made([1.0, 0.0])._replace(logp_old=jnp.full((2, T), -9.0))
-    _, out, _, asked = apply(replay.replay(2, scored=True), replay.empty(2, T), b, 1.0)
-    assert asked == [] and np.all(out.logp_old == -9)
-    with pytest.raises(ValueError, match="logp_ref"):
-        apply(replay.replay(2), replay.empty(2, T), b._replace(extra={"logp_ref": b.adv}), 1.0)
+def test_what_other_stages_said_of_a_row_does_not_pass_to_the_one_in_its_place():
+    grid = jnp.full((2, T), 0.3)
+    extra = {"importance": grid, "held": grid > 0, "correct": grid > 0, "entropy": grid, "logp_ref": grid}
+    memory = apply(replay.empty(6, T), made([1.0, 2.0], seed=3), 1.0)[0]
+    b = made([1.0, 0.0], seed=4)._replace(extra=extra)
+    _, out, _ = apply(memory, b, 1.0)
+    for name, value in (("importance", 1), ("held", 0), ("correct", 0), ("entropy", 0)):
+        np.testing.assert_array_equal(out.extra[name][0], extra[name][0])
+        assert np.all(out.extra[name][1] == value) and out.extra[name].dtype == extra[name].dtype
+    assert np.all(out.extra["logp_ref"] == -3) and set(compiled(6)[1]) == {"reference"}
+    with pytest.raises(ValueError, match=r"cannot tell \['logp_masked'\]"):
+        apply(memory, b._replace(extra={"logp_masked": grid}), 1.0)
 
 
 def test_seeds_together_equal_seeds_alone_and_memory_keeps_its_types():
-    part = replay.replay(3)
-    memory = part.init(KEY, Shape(3, 3, T, 2))
-    batches = [made([1.0, 0.0, -2.0], seed=5), made([0.0, 0.0, 4.0], seed=6)]
-    memories = stack(memory, apply(part, memory, batches[1], 1.0)[0])
-    keys = jax.random.split(KEY, 2)
-    run = lambda m, b, k: apply(part, m, b, 1.0, k)[:3]  # noqa: E731
-    got = jax.vmap(run)(memories, stack(*batches), keys)
+    memory, batches = replay.empty(6, T), [made([1.0, -2.0, 0, 0], seed=5), made([0, 0.0, 4.0, 0], seed=6)]
+    memories = stack(memory, apply(memory, batches[1], 1.0)[0])
+    keys, share = jax.random.split(KEY, 2), jnp.float32(0.5)
+    together = jax.jit(jax.vmap(compiled(6)[2], (0, 0, None, 0)))(memories, stack(*batches), share, keys)
     for i in range(2):
-        alone = run(jax.tree.map(lambda x, i=i: x[i], memories), batches[i], keys[i])
-        same(jax.tree.map(lambda x, i=i: x[i], got), alone)
+        alone = compiled(6)[0](at(memories, i), batches[i], share, keys[i])
+        same(at(together, i), alone)
         assert typed(alone[0]) == typed(memory)
 
 
 # In a step
 
 
-def algorithm(capacity=8):
-    joined = parts.join([parts.Part("group", stages.group_advantage(groups.group_relative)), replay.replay(capacity)])
-    plain = algorithms.grpo()
-    return plain._replace(
-        prepare=joined.prepare, init=joined.init, needs=plain.needs | joined.needs, hyper=plain.hyper | joined.hyper
-    )
+@functools.cache
+def algorithm():
+    return algorithms.compose(replay="replay", capacity=8)
 
 
 @functools.cache

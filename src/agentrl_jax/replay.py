@@ -15,6 +15,11 @@ from agentrl_jax.masked import masked_mean
 from agentrl_jax.parts import Part
 from agentrl_jax.types import Array, Batch, Metrics, PyTree
 
+_NEEDS = frozenset({"logp_old", "scores", "one_segment"})
+
+_UNMARKED = {"importance": 1.0, "entropy": 0.0, "held": 0, "correct": 0}
+"""What other stages leave in ``Batch.extra``, as it is for a stored row."""
+
 
 class Rows(NamedTuple):
     """Rows as they were when they were sampled; fields of ``Trajectory`` unless said otherwise, ``M`` of them.
@@ -107,28 +112,28 @@ def draw(buffer: Buffer, key: Array, count: int) -> Rows:
     return jax.tree.map(lambda x: x[index], buffer.rows)
 
 
-def replay(capacity: int, share: float = 0.5, *, scored: bool = False) -> Part:
+def replay(capacity: int, share: float = 0.5) -> Part:
     """Skywork's selective sample buffer: rows that teach nothing make way for stored ones that did.
 
-    A stage, directly after the advantages. Rows of the batch all of whose advantages are 0, at most
-    ``hyper["replay_share"]`` of the batch (rounded down), become rows drawn from the buffer, with chances proportional
-    to ``|A|``, their stored advantages, masks and behaviour log-probabilities; then the batch's own rows with an
-    advantage are stored. ``logp_old`` is set for all: the policy's at the start of the step for its own rows, the
-    behaviour policy's for stored ones (0 on tokens of the expert's), so that ratios correct for their age.
-    Metrics: ``replay_share`` (of the batch's rows) and ``replay_age`` (steps since a replayed row was sampled).
+    A stage, the last one: rows of the batch all of whose advantages are 0, at most ``hyper["replay_share"]`` of the
+    batch (rounded down), become rows drawn from the buffer, with chances proportional to ``|A|``, their stored
+    advantages, masks and behaviour log-probabilities; then the batch's own rows with an advantage are stored.
+    ``logp_old`` of a stored row is what it was sampled with (0 on tokens of the expert's), so that ratios correct for
+    its age; the batch's own rows keep what an earlier stage scored. Metrics: ``replay_share`` (of the batch's rows) and
+    ``replay_age`` (steps since a replayed row was sampled).
 
     What is drawn keeps the place, group and episode of the row it replaces, so no stage that compares members of a
-    group may follow; what scores rows (a reference) must. Rows with an advantage that is not finite are not stored.
-    Values and targets are not stored, so it does not serve a critic. The rule of drawing and the share are
-    unconfirmed. Source: Wang et al., Skywork R1V2, 2025, arXiv 2504.16656.
+    group may follow. Of what other stages left in ``extra``, ``logp_ref`` is scored again, and stored rows have an
+    ``importance`` of 1 and no marks; anything else would be that of the row before. Rows with an advantage that is not
+    finite are not stored. Values and targets are not stored, so it does not serve a critic. The rule of drawing and the
+    share are unconfirmed. Source: Wang et al., Skywork R1V2, 2025, arXiv 2504.16656.
 
     Args:
       capacity: rows kept, of ``max_tokens`` each.
       share: default of ``replay_share``.
-      scored: an earlier stage has set ``logp_old`` of the batch; else it is scored here.
 
     Raises:
-      ValueError: ``capacity`` below 1, ``share`` outside [0, 1]; when traced, a batch with scores of other models.
+      ValueError: ``capacity`` below 1, ``share`` outside [0, 1]; when traced, a batch with other names in ``extra``.
     """
     check_at_least(1, capacity=capacity)
     if not 0.0 <= share <= 1.0:
@@ -141,14 +146,16 @@ def replay(capacity: int, share: float = 0.5, *, scored: bool = False) -> Part:
     def stage(
         memory: Buffer, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
     ) -> tuple[PyTree, Batch, Metrics]:
-        if batch.extra:
-            raise ValueError(f"replay would leave {sorted(batch.extra)} of the rows it replaces: score after it")
+        unknown = sorted(set(batch.extra) - {*_UNMARKED, "logp_ref"})
+        if unknown:
+            raise ValueError(f"replay cannot tell {unknown} of the rows it stores: leave out what makes them")
         own = rows_of(batch)
         replaced = _replaceable(own, memory.filled, hyper["replay_share"])
         fresh, now = batch, jnp.max(batch.traj.version)
         batch = _put(batch, draw(memory, key, own.length.shape[0]), replaced)
-        logp = batch.logp_old if scored else tools.score(scoring.View(), batch).logp
-        batch = batch._replace(logp_old=jnp.where(replaced[:, None], batch.traj.logp, logp))
+        if "logp_ref" in batch.extra:
+            logp_ref = tools.score(scoring.View("reference"), batch).logp
+            batch = batch._replace(extra={**batch.extra, "logp_ref": logp_ref})
         finite = jnp.all(jnp.isfinite(own.adv), axis=1)
         memory = push(memory, fresh, finite & (magnitude(own) > 0))
         age = (now - batch.traj.version).astype(jnp.float32)
@@ -159,7 +166,7 @@ def replay(capacity: int, share: float = 0.5, *, scored: bool = False) -> Part:
         }
         return memory, batch, metrics
 
-    return Part("replay", stage, hyper={"replay_share": share}, needs=frozenset({"logp_old", "one_segment"}), init=init)
+    return Part("replay", stage, hyper={"replay_share": share}, needs=_NEEDS, init=init)
 
 
 def _replaceable(rows: Rows, filled: Array, share: Array) -> Array:
@@ -184,4 +191,8 @@ def _put(batch: Batch, rows: Rows, where: Array) -> Batch:
             )
         },
     )  # fmt: skip
-    return batch._replace(traj=traj, mask=pick(rows.mask, batch.mask), adv=pick(rows.adv, batch.adv))
+    extra = {k: pick(jnp.full_like(v, _UNMARKED[k]), v) if k in _UNMARKED else v for k, v in batch.extra.items()}
+    return batch._replace(
+        traj=traj, mask=pick(rows.mask, batch.mask), adv=pick(rows.adv, batch.adv), extra=extra,
+        logp_old=pick(rows.logp, batch.logp_old),
+    )  # fmt: skip
