@@ -44,7 +44,7 @@ def playing(name, **options):
 
 @functools.cache
 def program(name):
-    """Serves parents and branches: with another structure of the start it compiles once more."""
+    """Serves parents, whose prefix has no length, and branches, with and without a teacher."""
     return jax.jit(playing(name))
 
 
@@ -53,14 +53,23 @@ def words(name):
 
 
 def play(name, seed, start):
-    return program(name)(words(name), jax.random.key(seed), start)
+    teacher = jnp.zeros(N, jnp.int32) if start.teacher_turns is None else start.teacher_turns
+    return program(name)(words(name), jax.random.key(seed), start._replace(teacher_turns=teacher))
+
+
+def from_resets(temperature=1.0):
+    ids = jnp.arange(N, dtype=jnp.int32)
+    heat = jnp.full(N, temperature, jnp.float32)
+    return Start(ids // 2 + 100, ids // 2, jnp.ones(N, bool), temperature=heat)
 
 
 @functools.cache
 def parents(name, temperature=1.0):
-    ids = jnp.arange(N, dtype=jnp.int32)
-    heat = jnp.full(N, temperature, jnp.float32)
-    return play(name, 0, Start(ids // 2 + 100, ids // 2, jnp.ones(N, bool), temperature=heat))
+    key, index = jax.random.key(0), jnp.zeros(N, jnp.int32)
+    traj = jax.eval_shape(playing(name), words(name), key, from_resets())
+    nothing = jax.eval_shape(branch, traj, index, index).prefix
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
+    return play(name, 0, from_resets(temperature)._replace(prefix=empty))
 
 
 @functools.cache
@@ -151,6 +160,14 @@ def test_sampled_tokens_of_a_branch_are_scored_as_they_were_sampled():
 
 
 def test_episodes_without_a_prefix_begin_at_their_reset():
+    plain = jax.jit(playing("talk"))(words("talk"), jax.random.key(0), from_resets())
+    traj = parents("talk")
+    assert np.all(np.asarray(traj.parent) == -1) and np.all(np.asarray(traj.branch) == -1)
+    np.testing.assert_allclose(plain.logp, traj.logp, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, plain._replace(logp=0), traj._replace(logp=0))
+
+
+def test_branches_and_fresh_episodes_are_played_together():
     traj = parents("talk")
     token = own_tokens(traj, 1)
     start = program_of_branch()(traj, np.arange(N), token)
@@ -238,29 +255,31 @@ def test_the_teacher_writes_the_turns_that_are_its_own():
         assert not found.logp[i][found.expert[i]].any()
 
 
-@pytest.mark.parametrize("name", ["talk", "guess"])
-def test_an_expert_alone_writes_on_what_was_begun(name):
-    traj = parents(name)
+@functools.cache
+def teacher_alone():
+    env, sizes = env_of("talk"), {"episodes": N, "slots": 3, "max_tokens": T, "env_params": env_params_of("talk")}
+    return jax.jit(lambda key, start: rollout(None, CODEC, env, None, key, start=start, **sizes))
+
+
+@pytest.mark.parametrize("name", ["talk", "guess", "alone"])
+def test_an_expert_writes_on_what_was_begun(name):
+    """Its whole action stands behind the tokens that are there, as far as the budget allows."""
+    traj = parents(name.replace("alone", "talk"))
     token = own_tokens(traj, 6)
     start = program_of_branch()(traj, np.arange(N), token)._replace(teacher_turns=jnp.full(N, K, jnp.int32))
-    env, env_params = env_of(name), env_params_of(name)
-    fn = jax.jit(
-        lambda key, start: rollout(
-            None, CODEC, env, None, key, episodes=N, slots=3, max_tokens=T, start=start, env_params=env_params
-        )
-    )
-    found = numpy(fn(jax.random.key(0), start))
-    budget = CODEC.max_tokens(env.spec.max_action) + 1
+    found = numpy(teacher_alone()(jax.random.key(0), start) if name == "alone" else play(name, 0, start))
+    budget = CODEC.max_tokens(env_of(name.replace("alone", "talk")).spec.max_action) + 1
     began = np.asarray(start.prefix.began)
     assert np.any(token > began)
     for i, t in enumerate(token):
         np.testing.assert_array_equal(found.tokens[i, :t], np.asarray(traj.tokens)[i, :t])
         mine = found.mask[i] & (found.turn[i] == found.turn[i, t])
-        assert found.expert[i, t] and not found.expert[i, :t].any()
+        assert not found.expert[i, :t].any()
+        np.testing.assert_array_equal(found.expert[i, t:], found.mask[i, t:])
         assert np.all(np.diff(np.flatnonzero(mine)) == 1) and np.flatnonzero(mine)[0] == began[i]
-        assert mine.sum() <= budget
-        last = found.tokens[i][mine][-1]
-        assert last == CODEC.end_action or found.truncated[i] or found.steps["cut"][i, found.turn[i, t]]
+        cut = found.steps["cut"][i, found.turn[i, t]]
+        assert mine.sum() == budget if cut else mine.sum() <= budget
+        assert found.tokens[i][mine][-1] == CODEC.end_action or found.truncated[i] or cut
     assert np.all(found.terminated | found.truncated)
 
 
@@ -283,42 +302,34 @@ def test_turn_starts_are_where_the_agent_begins_to_write():
 # Programs
 
 
-def test_branches_of_any_place_are_one_program():
+def test_branches_of_any_place_are_one_program_over_seeds_too():
     traj = parents("guess")
-    fn = jax.jit(lambda p, key, traj, row, token: playing("guess")(p, key, branch(traj, row, token)))
-    rows = [np.arange(N), np.full(N, 3)]
-    out = [fn(words("guess"), jax.random.key(i), traj, row, own_tokens(traj, i)[row]) for i, row in enumerate(rows)]
-    assert fn._cache_size() == 1 and all(np.all(np.asarray(x.length) > 0) for x in out)
-
-
-def test_vmap_over_keys_equals_one_at_a_time():
-    traj = parents("guess")
-    start = program_of_branch()(traj, np.arange(N), own_tokens(traj, 8))
-    keys = jax.random.split(jax.random.key(3), 2)
-    both = jax.jit(jax.vmap(playing("guess"), (None, 0, None)))(words("guess"), keys, start)
-    for i in range(2):
-        alone = program("guess")(words("guess"), keys[i], start)
-        a, b = numpy(jax.tree.map(lambda x, i=i: x[i], both)), numpy(alone)
-        np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
-        jax.tree.map(np.testing.assert_array_equal, a._replace(logp=0), b._replace(logp=0))
+    fn = lambda p, key, traj, row, token: playing("guess")(p, key, branch(traj, row, token))  # noqa: E731
+    fn = jax.jit(jax.vmap(fn, (None, 0, None, None, None)))
+    for seed, row in enumerate((np.arange(N), np.full(N, 3), np.arange(N) - 2)):
+        token, keys = own_tokens(traj, seed)[row], jax.random.split(jax.random.key(seed), 2)
+        both = numpy(fn(words("guess"), keys, traj, row, token))
+        assert fn._cache_size() == 1
+        start = program_of_branch()(traj, row, token)
+        start = start._replace(teacher_turns=jnp.zeros(N, jnp.int32))
+        for i in range(2):
+            a, b = jax.tree.map(lambda x, i=i: x[i], both), program("guess")(words("guess"), keys[i], start)
+            np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
+            jax.tree.map(np.testing.assert_array_equal, a._replace(logp=0), b._replace(logp=0))
+    assert program("guess")._cache_size() == 1
 
 
 def test_devices_share_branches_out():
-    traj = parents("guess")
-    row = np.asarray([7, 6, 5, 4, 3, 2, 1, 0])
-    token = own_tokens(traj, 2)[row]
-    start = program_of_branch()(traj, row, token)
-    env, mesh = env_of("guess"), parallel.make_mesh()
-    roll = parallel.sharded_rollout(mesh)
-    sizes = {"episodes": N, "slots": N, "max_tokens": T, "group_size": 2, "record": whole}
-    sizes["env_params"] = env_params_of("guess")
-    fn = jax.jit(lambda p, key, start: roll(POLICY, CODEC, env, p, key, start=start, **sizes))
-    found = fn(words("guess"), jax.random.key(11), start)
-    alone = numpy(play("guess", 11, start))
-    found = numpy(found)
+    """The expert plays on, which compiles fastest: what is split and put together is the same."""
+    traj, row = parents("talk"), np.asarray([7, 6, 5, 4, 3, 2, 1, 0])
+    start = program_of_branch()(traj, row, own_tokens(traj, 2)[row])
+    start = start._replace(teacher_turns=jnp.full(N, K, jnp.int32))
+    roll, env = parallel.sharded_rollout(parallel.make_mesh()), env_of("talk")
+    sizes = {"episodes": N, "slots": N, "max_tokens": T, "env_params": env_params_of("talk")}
+    fn = jax.jit(lambda key, start: roll(None, CODEC, env, None, key, start=start, **sizes))
+    found, alone = numpy(fn(jax.random.key(11), start)), numpy(teacher_alone()(jax.random.key(11), start))
     np.testing.assert_array_equal(found.parent, row)
-    np.testing.assert_allclose(found.logp, alone.logp, atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, found._replace(logp=0), alone._replace(logp=0))
+    jax.tree.map(np.testing.assert_array_equal, found, alone)
 
 
 def test_no_key_is_used_twice():

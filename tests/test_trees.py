@@ -10,18 +10,17 @@ import pytest
 from batches import batch as made_up_batch
 from batches import tools as made_up_tools
 from batches import trajectory
-from tiny import CODEC, POLICY, biased, params
+from tiny import CODEC, POLICY, biased
 
-from agentrl_jax import envs, objectives, parts, sampling, scoring, stages, train, trees
+from agentrl_jax import branching, envs, parts, sampling, scoring, train, trees
 from agentrl_jax.algorithm import Algorithm, Tools
-from agentrl_jax.envs import canonical_params
-from agentrl_jax.rollout import rollout
-from agentrl_jax.types import Score
+from agentrl_jax.rollout import assign_tasks, rollout
+from agentrl_jax.types import Score, Start
 from agentrl_jax.update import UpdateConfig
 
 KEY = jax.random.key(0)
-SIZES = {"delayed": (8, 2, 40), "guess": (8, 4, 64)}
-"""Episodes, group size and tokens."""
+SIZES = {"delayed": (8, 2, 40, 384), "guess": (8, 4, 64, 6)}
+"""Episodes, group size, tokens, and the most episodes that a collector asks for at once."""
 
 
 @functools.cache
@@ -33,50 +32,77 @@ def words(name):
     return biased(b"01", 3.0, 4.0) if name == "delayed" else biased(b"0123456789", 6.0, 7.0)
 
 
-def tools_of(name, p, temperature, score=None) -> Tools:
-    """What ``train`` lends to an algorithm, with the tiny policy."""
-    env, (episodes, size, width) = env_of(name), SIZES[name]
-
-    def roll(key, call=0, start=None, expert=False, episodes=episodes, group_size=size, record=False):
-        return rollout(
-            POLICY, CODEC, env, p, jax.random.fold_in(key, call), episodes=episodes, slots=min(16, episodes),
-            max_tokens=width, group_size=group_size, env_params=canonical_params(env.params), temperature=temperature,
-            start=start, record=(lambda s: s) if record else None,
-        )  # fmt: skip
-
-    def own_score(view, batch):
-        return scoring.score(POLICY, p, view, batch, allowed=jnp.asarray(CODEC.sampleable))
-
-    turns = env.spec.max_turns
-    return Tools(roll, score or own_score, episodes, size, episodes // size, 1, True, width, turns, CODEC)
+def playing(name):
+    env, (_, _, width, most) = env_of(name), SIZES[name]
+    return lambda p, key, temperature, start: rollout(
+        POLICY, CODEC, env, p, key, episodes=most, slots=min(16, most), max_tokens=width, temperature=temperature,
+        start=start, record=lambda s: s,
+    )  # fmt: skip
 
 
 @functools.cache
-def program(name, maker, *args, **options):
-    """A collector, compiled: ``(params, key, hyper, temperature) -> Trajectory``."""
-    part = maker(*args, **options)
-
-    def run(p, key, hyper, temperature):
-        assert part.collect is not None
-        memory, traj = part.collect((), tools_of(name, p, temperature), hyper, key)
-        assert memory == ()
-        return traj
-
-    return jax.jit(run)
+def program(name):
+    return jax.jit(playing(name))
 
 
-def collect(name, part_args, seed=0, temperature=1.0, p=None, **hyper):
-    maker, args, options = part_args
-    numbers = {"discount": 1.0, "branch_alpha": 0.2, "branch_threshold": 0.5} | hyper
-    numbers = {k: jnp.float32(v) for k, v in numbers.items()}
-    fn = program(name, maker, *args, **options)
+@functools.cache
+def no_prefix(name):
+    """Of no length, and so none."""
+    most = SIZES[name][3]
+    index = jnp.zeros(most, jnp.int32)
+    begin = Start(index, index, index > 0)
+    traj = jax.eval_shape(playing(name), words(name), KEY, 1.0, begin)
+    prefix = jax.eval_shape(branching.branch, traj, index, index).prefix
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), prefix)
+
+
+def tools_of(name, p, temperature=1.0) -> Tools:
+    """What ``train`` lends to an algorithm, with the tiny policy.
+
+    Compiling is all that it costs, so one program serves whatever is asked: the episodes that are too many are
+    inactive, and one that begins at its reset has a prefix of no length.
+    """
+    env, (count, size, width, most) = env_of(name), SIZES[name]
+
+    def roll(key, call=0, start=None, expert=False, episodes=count, group_size=size, record=False):
+        assert not expert and episodes % group_size == 0
+        key, ids = jax.random.fold_in(key, call), jnp.arange(episodes, dtype=jnp.int32)
+        task, group = assign_tasks(key, Start() if start is None else start, ids, group_size)
+        active = jnp.ones(episodes, bool) if start is None else start.active
+        heat = jnp.full(episodes, temperature, jnp.float32) if start is None else start.temperature
+        prefix = no_prefix(name)
+        pad = lambda x: jnp.pad(x, [(0, most - episodes)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
+        if start is not None:
+            assert start.prefix.record is None  # nothing is carried that has no use
+            prefix = jax.tree.map(pad, start.prefix._replace(record=()))._replace(record=prefix.record)
+        whole = Start(pad(task), pad(group), pad(active), temperature=pad(heat), prefix=prefix)
+        traj = program(name)(p, key, jnp.float32(1.0), whole)
+        assert not np.any(traj.length[episodes:])
+        return jax.tree.map(lambda x: x[:episodes], traj if record else traj._replace(record=None))
+
+    def score(view, batch):
+        return scoring.score(POLICY, p, view, batch, allowed=jnp.asarray(CODEC.sampleable))
+
+    return Tools(roll, score, count, size, count // size, 1, True, width, env.spec.max_turns, CODEC)
+
+
+def collect(part, name="guess", seed=0, temperature=1.0, p=None, **hyper):
+    hyper = {k: jnp.float32(v) for k, v in (part.hyper | hyper).items()}
     p = words(name) if p is None else p
-    return jax.tree.map(np.asarray, fn(p, jax.random.key(seed), numbers, jnp.float32(temperature)))
+    memory, traj = part.collect((), tools_of(name, p, temperature), hyper, jax.random.key(seed))
+    assert memory == ()
+    return jax.tree.map(np.asarray, traj)
+
+
+@functools.cache
+def trees_of(seed):
+    """Two groups of two roots and two leaves."""
+    return collect(trees.tree(2), seed=seed)
 
 
 def apply(part, traj, name="guess", hyper=None, b=None):
     b = scoring.as_batch(jax.tree.map(jnp.asarray, traj)) if b is None else b
-    tools = tools_of(name, None, 1.0)._replace(
+    tools = tools_of(name, None)._replace(
         episodes=traj.length.shape[0], groups=max(int(traj.group.max()) + 1, 1), max_turns=traj.steps["played"].shape[1]
     )
     hyper = {k: jnp.float32(v) for k, v in (hyper or {"discount": 1.0}).items()}
@@ -90,7 +116,7 @@ def apply(part, traj, name="guess", hyper=None, b=None):
 
 
 ROLLS = 16
-VINE = (trees.vine, (ROLLS,), {})
+VINE = trees.vine(ROLLS)
 
 
 def chance_of_one(p):
@@ -111,7 +137,7 @@ def test_values_of_a_probe_are_its_chances():
     p = words("delayed")
     chance = chance_of_one(p)
     assert 0.2 < chance < 0.8
-    traj = collect("delayed", VINE)
+    traj = collect(VINE, "delayed")
     value = traj.record["mc_value"]
     assert value.shape == (8, 4) and not value[:, 3].any()
     bits = np.asarray([first_bit(traj, i) for i in range(8)])
@@ -121,7 +147,7 @@ def test_values_of_a_probe_are_its_chances():
     np.testing.assert_array_equal(value[::2, 0], value[1::2, 0])  # mates share the estimate
     assert len(set(value[:, 0].tolist())) > 1  # groups do not, though here they share the prompt
     np.testing.assert_array_equal(value[:, 0] * ROLLS % 1, 0)
-    several = np.concatenate([collect("delayed", VINE, seed).record["mc_value"][::2, 0] for seed in range(4)])
+    several = np.concatenate([collect(VINE, "delayed", seed).record["mc_value"][::2, 0] for seed in range(4)])
     error = 4 * math.sqrt(chance * (1 - chance) / (16 * ROLLS))
     assert abs(several.mean() - chance) < error
     out, _ = apply(trees.vine_advantage(), traj, "delayed")
@@ -134,7 +160,7 @@ def test_values_of_a_probe_are_its_chances():
 
 
 def test_values_are_discounted_from_their_own_boundary():
-    traj = collect("delayed", VINE, discount=0.5)
+    traj = collect(VINE, "delayed", discount=0.5)
     bits = np.asarray([first_bit(traj, i) for i in range(8)])
     value = traj.record["mc_value"]
     np.testing.assert_array_equal(value[:, 1], 0.5 * bits)
@@ -147,7 +173,7 @@ def test_values_are_discounted_from_their_own_boundary():
 
 
 def test_values_of_a_greedy_policy_are_its_returns_and_leave_no_advantage():
-    traj = collect("delayed", VINE, temperature=0.0)
+    traj = collect(VINE, "delayed", temperature=0.0)
     ret = traj.reward.sum(axis=1)
     np.testing.assert_array_equal(traj.record["mc_value"][:, :3], np.repeat(ret[:, None], 3, axis=1))
     out, _ = apply(trees.vine_advantage(), traj, "delayed")
@@ -156,14 +182,14 @@ def test_values_of_a_greedy_policy_are_its_returns_and_leave_no_advantage():
 
 def test_the_budget_counts_what_was_thrown_away():
     """Three tokens an action at most: a greedy policy that only ends its action writes one a turn."""
-    traj = collect("delayed", VINE, p=biased(b"", 0.0, 60.0))
+    traj = collect(VINE, "delayed", p=biased(b"", 0.0, 60.0))
     assert traj.mask.sum() == 8 * 3 and np.all(traj.reward == 0)
     # From the first boundary three actions for one of two mates, then two, then one.
     np.testing.assert_allclose(traj.steps["extra_tokens"][:, 0], ROLLS * (3 / 2 + 2 + 1))
     assert not traj.steps["extra_tokens"][:, 1:].any()
     metrics = train.rollout_metrics(jax.tree.map(jnp.asarray, traj))
     assert float(metrics["extra_tokens"][0] / metrics["extra_tokens"][1]) == ROLLS * 4.5
-    traj = collect("delayed", VINE)
+    traj = collect(VINE, "delayed")
     total, count = train.rollout_metrics(jax.tree.map(jnp.asarray, traj))["mc_value"]
     np.testing.assert_allclose(float(total / count), traj.record["mc_value"][:, 0].mean(), rtol=1e-6)
 
@@ -186,7 +212,7 @@ def test_vine_advantages_of_the_card():
 # Trees
 
 
-UNIFORM, ENTROPY = (trees.tree, (2,), {}), (trees.tree, (1,), {"rule": "entropy"})
+ENTROPY = trees.tree(2, rule="entropy")
 
 
 def check_tree(traj, roots, size=4):
@@ -217,7 +243,7 @@ def branch_turns(traj):
 def test_leaves_branch_off_their_roots_after_a_result():
     turns = []
     for seed in range(6):
-        traj = collect("guess", UNIFORM, seed)
+        traj = trees_of(seed)
         check_tree(traj, 2)
         turn = branch_turns(traj)
         last = np.where(traj.mask, traj.turn, -1).max(axis=1)
@@ -241,22 +267,22 @@ def test_a_boundary_is_drawn_uniformly():
 
 def test_entropy_decides_where_a_leaf_branches():
     """A turn qualifies when its draw, less ``alpha`` times the rise in entropy, is at most the threshold."""
-    always = collect("guess", ENTROPY, branch_threshold=1.0)
-    never = collect("guess", ENTROPY, branch_threshold=-1.0)
-    check_tree(always, 1), check_tree(never, 1)
+    always = collect(ENTROPY, branch_threshold=1.0)
+    never = collect(ENTROPY, branch_threshold=-1.0)
+    check_tree(always, 2), check_tree(never, 2)
     leaf = always.parent >= 0
     several = np.where(always.mask, always.turn, -1).max(axis=1)[np.maximum(always.parent, 0)] > 0
     assert np.any(leaf & several)
     np.testing.assert_array_equal(branch_turns(always)[leaf], several[leaf].astype(int))
     assert np.all(branch_turns(never)[leaf] == 0)
     # The root is one and the same, and by an overwhelming alpha only the sign of the rise decides.
-    strong = collect("guess", ENTROPY, branch_alpha=1e6)
+    strong = collect(ENTROPY, branch_alpha=1e6)
     rise = entropy_rise(strong, words("guess"))
     for i in np.flatnonzero(leaf):
         p = strong.parent[i]
         rising = [k for k in range(1, 4) if np.any(strong.mask[p] & (strong.turn[p] == k)) and rise[p, k] > 0]
         assert branch_turns(strong)[i] == (rising[0] if rising else 0)
-    moderate = branch_turns(collect("guess", ENTROPY, 3))[leaf]
+    moderate = branch_turns(collect(ENTROPY, seed=3))[leaf]
     assert len(set(moderate.tolist())) > 1
 
 
@@ -283,14 +309,14 @@ def test_the_rise_in_entropy_is_that_of_the_first_tokens():
     entropy[1], entropy[:, 0] = 2.0, 99.0
     score = lambda view, b: Score(b.adv, jnp.asarray(entropy), b.adv, b.bootstrap)  # noqa: E731
     tools = made_up_tools(traj, scores=score)
-    found = trees._entropy_change(traj, trees.branching.turn_starts(traj), tools)
+    found = trees._entropy_change(traj, branching.turn_starts(traj), tools)
     np.testing.assert_allclose(found, [[0, 0.5 / math.log(CODEC.vocab_size), 0], [0, 0, 0]], atol=1e-6)
 
 
 def test_a_group_without_room_for_leaves_is_refused():
     for roots in (4, 5):
         with pytest.raises(ValueError, match=rf"roots must be below group_size \(4\), got {roots}"):
-            trees.tree(roots).collect((), tools_of("guess", None, 1.0), {}, KEY)
+            trees.tree(roots).collect((), tools_of("guess", None), {}, KEY)
     with pytest.raises(ValueError, match="roots must be at least 1, got 0"):
         trees.tree(0)
     with pytest.raises(ValueError, match=r"Unknown rule 'random'. Known: uniform, entropy"):
@@ -303,20 +329,26 @@ def test_a_group_without_room_for_leaves_is_refused():
         trees.tree_advantage(depth=-1)
 
 
-def test_a_prompt_that_fills_the_row_grows_nothing():
-    env = envs.make("guess", max_turns=2)
-    width = 12
+def test_nothing_grows_where_a_prompt_fills_the_row():
+    full = trajectory(np.zeros((4, 12), bool), group=[0, 0, 1, 1], turns=4)
+    full = full._replace(length=jnp.full(4, 12), turn=jnp.zeros((4, 12), jnp.int32))
+    state = jnp.zeros((4, 5))
 
     def roll(key, call=0, start=None, episodes=8, group_size=4, record=False):
-        return rollout(
-            POLICY, CODEC, env, params(), jax.random.fold_in(key, call), episodes=episodes, slots=4, max_tokens=width,
-            group_size=group_size, start=start, record=(lambda s: s) if record else None,
-        )  # fmt: skip
+        assert (episodes, group_size, record) == (4, 2, call == 0)
+        if start is None:
+            return full._replace(record=state)
+        assert not start.active.any() and not start.prefix.length.any()
+        return full._replace(length=jnp.zeros(4, jnp.int32), turn=full.turn - 1)
 
-    tools = tools_of("guess", None, 1.0)._replace(roll=roll, max_tokens=width, max_turns=2)
-    traj = jax.jit(lambda key: trees.tree(2).collect((), tools, {}, key)[1])(KEY)
-    assert np.all(np.asarray(traj.length).reshape(2, 4) == [width, width, 0, 0]) and not np.any(traj.mask)
-    assert np.all(np.asarray(traj.parent) == -1)
+    for part in (trees.tree(2), ENTROPY):
+        numbers = {name: jnp.float32(value) for name, value in part.hyper.items()}
+        tools = made_up_tools(full, groups=2, group_size=4)._replace(roll=roll)
+        traj = part.collect((), tools, numbers, KEY)[1]
+        assert traj.length.reshape(2, 4).tolist() == [[12, 12, 0, 0]] * 2 and not np.any(traj.mask)
+        assert np.all(np.asarray(traj.parent) == -1)
+        ids = np.asarray(trees.subtrees(traj))
+        assert ids[:, 0].tolist() == [0, 0, -1, -1, 1, 1, -1, -1] and np.all(ids[:, 1] == -1)
 
 
 # Advantages over trees
@@ -358,7 +390,7 @@ def tree_relative(ret, ids, weight):
 def test_returns_are_compared_within_nested_subtrees(weight, depth):
     shared = 0
     for seed in range(3):
-        traj = collect("guess", UNIFORM, seed)
+        traj = trees_of(seed)
         ids = np.asarray(trees.subtrees(traj, depth))
         np.testing.assert_array_equal(ids, families(traj, depth))
         shared += np.sum(ids[:, 1] != np.arange(8))
@@ -395,7 +427,7 @@ def test_tree_advantages_of_the_card(weight, expected):
 
 
 def test_shared_tokens_get_the_mean_of_their_rows():
-    traj = collect("guess", UNIFORM, 1)
+    traj = trees_of(1)
     b = made_up_batch(jax.tree.map(jnp.asarray, traj))
     out, _ = apply(trees.shared_prefix(), traj, b=b)
     adv = np.asarray(b.adv)
@@ -421,7 +453,7 @@ def test_shared_tokens_get_the_mean_of_their_rows():
 def test_pairs_differ_from_one_turn_on_and_are_judged_by_what_follows():
     kept, turns = 0, set()
     for seed in range(4):
-        traj = collect("guess", (trees.step_pairs, (), {}), seed)
+        traj = collect(trees.step_pairs(), seed=seed)
         check_tree(traj, 1)
         step = branch_turns(traj).reshape(2, 4)[:, 1:]
         assert np.all(step == step[:, :1])
@@ -446,65 +478,38 @@ def test_pairs_differ_from_one_turn_on_and_are_judged_by_what_follows():
 # Whole steps
 
 
-def algorithm(joined, loss, weigh, **hyper):
-    return Algorithm(
-        "test", joined.prepare, weigh, loss, joined.hyper | hyper, joined.needs, joined.init, joined.collect
-    )
+def step_of(*chain, config):
+    """Parts under the plainest loss, that reads what they leave in the batch."""
+    joined = parts.join(chain)
 
+    def loss(scores, batch, hyper):
+        return -jnp.sum(jnp.where(batch.mask, batch.adv * scores["policy"].logp, 0.0)), {}
 
-def policy_gradient(*chain):
-    loss, weigh = objectives.token_objective(objectives.policy_gradient), objectives.weigh_tokens("token-mean")
-    return algorithm(parts.join(chain), loss, weigh, entropy_coef=0.0)
-
-
-def pairs():
-    chain = (trees.step_pairs(), parts.Part("reference", stages.score_reference(), needs=frozenset({"reference"})))
-    joined, weigh = parts.join(chain), objectives.weigh_pairs
-    return algorithm(joined, objectives.preference_objective, weigh, beta=0.4, label_smoothing=0.0)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: policy_gradient(trees.vine(2), trees.vine_advantage()),
-        lambda: policy_gradient(trees.tree(2, rule="entropy"), trees.tree_advantage(), trees.shared_prefix()),
-        pairs,
-    ],
-    ids=["vine", "tree", "step_pairs"],
-)
-def test_a_step_trains_on_what_was_collected(make):
-    env, made = envs.make("probe_transition"), make()
-    structure = UpdateConfig(epochs=1, minibatches=1, optimizer="sgd")
-    config = train.TrainConfig(episodes=8, group_size=4, max_tokens=32, slots=8, update=structure)
+    made = Algorithm(
+        "test", joined.prepare, lambda batch, hyper, segments: batch, loss, joined.hyper, joined.needs, joined.init,
+        joined.collect,
+    )  # fmt: skip
+    env = envs.make("probe_transition")
     init = train.make_init(POLICY, CODEC, env, made, config)
-    step = jax.jit(train.make_step(POLICY, CODEC, env, made, config))
-    state = init(KEY, params=words("delayed"))
-    moved = False
+    return init(KEY, params=words("delayed")), jax.jit(train.make_step(POLICY, CODEC, env, made, config))
+
+
+CONFIG = train.TrainConfig(episodes=8, group_size=4, max_tokens=32, slots=8, update=UpdateConfig(optimizer="sgd"))
+
+
+def test_a_step_trains_on_what_was_collected():
+    state, step = step_of(trees.vine(2), trees.vine_advantage(), config=CONFIG)
+    moved = 0
     for _ in range(4):
         after, metrics = step(state)
-        change = jax.tree.map(
-            lambda a, b: float(jnp.max(jnp.abs(a - b))), after.params["policy"], state.params["policy"]
-        )
-        moved |= max(jax.tree.leaves(change)) > 0
         assert all(np.isfinite(float(total)) for total, _ in metrics.values()), metrics
+        assert float(metrics["extra_tokens"][0]) > 0 and "mc_value" in metrics
+        moved += any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after.params, state.params)), strict=True))
         state = after
     assert moved and int(state.skipped) == 0 and step._cache_size() == 1
 
 
 def test_contexts_that_restart_are_refused_before_anything_is_compiled():
-    env, made = envs.make("probe_transition"), policy_gradient(trees.vine(2), trees.vine_advantage())
-    config = train.TrainConfig(episodes=8, group_size=4, max_tokens=32, segments=2)
-    with pytest.raises(ValueError, match="segments must be 1, got 2"):
-        train.make_step(POLICY, CODEC, env, made, config)
-
-
-def test_vmap_over_seeds_grows_the_same_trees():
-    fn = program("guess", trees.tree, 2)
-    numbers = {k: jnp.float32(0.2) for k in ("discount", "branch_alpha", "branch_threshold")}
-    keys = jax.random.split(KEY, 2)
-    both = jax.jit(jax.vmap(lambda key: fn(words("guess"), key, numbers, jnp.float32(1.0))))(keys)
-    for i in range(2):
-        alone = fn(words("guess"), keys[i], numbers, jnp.float32(1.0))
-        a, b = (jax.tree.map(np.asarray, t) for t in (jax.tree.map(lambda x, i=i: x[i], both), alone))
-        np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
-        jax.tree.map(np.testing.assert_array_equal, a._replace(logp=0), b._replace(logp=0))
+    for part in (trees.vine(2), trees.vine_advantage(), trees.tree(2), trees.tree_advantage(), trees.shared_prefix()):
+        with pytest.raises(ValueError, match="segments must be 1, got 2"):
+            step_of(part, config=CONFIG._replace(segments=2))
