@@ -14,17 +14,22 @@ from agentrl_jax.train import make_hyper
 from agentrl_jax.types import Start, Trajectory
 
 
-def lend(env, config, params, part, spy=None, step=0):
-    """The tools of a step with these parameters; with a ``spy``, a list, every trajectory that is rolled goes there."""
+def lend(env, config, params, part, step=0):
+    """The tools of a step with these parameters."""
     algorithm = Algorithm(part.name, *[None] * 3, dict(part.hyper), part.needs)
     state = TrainState(step, {"policy": params}, None, None, None, None, make_hyper(algorithm, env), None)
-    tools = train._tools(POLICY, CODEC, env, algorithm, config, state, rollout)
+    return train._tools(POLICY, CODEC, env, algorithm, config, state, rollout)
+
+
+def spied(tools):
+    """The tools, and a list in which every trajectory that they roll is kept."""
+    spy = []
 
     def roll(*args, **kwargs):
         spy.append(tools.roll(*args, **kwargs))
         return spy[-1]
 
-    return tools if spy is None else tools._replace(roll=roll)
+    return tools._replace(roll=roll), spy
 
 
 def shape(env, config):
@@ -35,15 +40,9 @@ def numbers(part, **changed):
     return {k: jnp.float32(v) for k, v in (part.hyper | changed).items()}
 
 
-def collector(part, env, config, *, spied=False):
-    """``(memory, params, key, hyper) -> (memory, trajectory, all that was rolled, by call)``."""
-
-    def run(memory, params, key, hyper):
-        spy = [] if spied else None
-        memory, traj = part.collect(memory, lend(env, config, params, part, spy), hyper, key)
-        return memory, traj, spy
-
-    return run
+def collector(part, env, config):
+    """``(memory, params, key, hyper) -> (memory, trajectory)``."""
+    return lambda memory, params, key, hyper: part.collect(memory, lend(env, config, params, part), hyper, key)
 
 
 def toy(config, turns=4, *, pays=None):

@@ -9,65 +9,40 @@ import pytest
 from batches import tools, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lent import collector, lend, numbers, same, shape, together_as_alone, toy, well_formed
+from lent import collector, lend, numbers, same, shape, spied, together_as_alone, toy, well_formed
 from tiny import biased
 
 from agentrl_jax import collect, envs, scoring, selection
 from agentrl_jax import episodes as picking
 from agentrl_jax.algorithm import Shape
-from agentrl_jax.envs.base import Environment, EnvSpec
 from agentrl_jax.parts import noted
-from agentrl_jax.text import literal
 from agentrl_jax.train import TrainConfig
-from agentrl_jax.types import Text, TimeStep
 
 KEY = jax.random.key(0)
 STRONG = 40.0
 ALWAYS_0, ALWAYS_1, EITHER = biased(b"0", STRONG), biased(b"1", STRONG), biased(b"01", STRONG)
 
 
-def tidy():
-    """One action, read as bits of its first byte: right, malformed, no call. Everything is answered."""
-
-    def reset(key, params):
-        return jnp.int32(0), TimeStep(observation=literal("go", 8))
-
-    def step(key, state, action, params):
-        byte = jnp.where(action.length > 0, action.data[0].astype(jnp.int32), 0)
-        bit = lambda i: ((byte >> i) & 1).astype(jnp.float32)  # noqa: E731
-        info = {"success": bit(0), "malformed": bit(1), "tool_calls": 1 - bit(2), "answered": 1.0}
-        nothing = Text(jnp.zeros(8, jnp.uint8), jnp.int32(0))
-        return state, TimeStep(observation=nothing, reward=bit(0), terminated=True, info=info)
-
-    info = tuple((name, "float32") for name in ("success", "malformed", "tool_calls", "answered"))
-    return Environment("tidy", "1", EnvSpec(8, 2, 1, info=info), (), reset, step)
-
-
 ONE = TrainConfig(12, 3, slots=8, max_tokens=10)
 MANY = TrainConfig(12, 3, slots=12, max_tokens=10, segments=3)
 LONG = TrainConfig(8, 2, slots=8, max_tokens=40)
+WIDE = TrainConfig(24, 4, max_tokens=12)
 SETUPS = {
-    "greedy": (collect.greedy_baseline(), envs.make("probe_observation"), ONE),
     "refill": (collect.refill(3), envs.make("probe_restart"), MANY),
-    "difficulty": (collect.difficulty_rolls(0.5), envs.make("probe_observation"), TrainConfig(24, 4, max_tokens=10)),
     "hints": (collect.hints(3), envs.make("probe_delayed"), LONG),
-    "mixed": (collect.mixed_expert(1), envs.make("probe_transition"), TrainConfig(6, 3, max_tokens=32)),
-    "resample": (collect.resample_correct(2, draw=False), tidy(), ONE),
 }
-SPIED = ("greedy", "resample", "mixed")
 
 
 @functools.cache
 def compiled(name):
-    part, env, config = SETUPS[name]
-    return jax.jit(collector(part, env, config, spied=name in SPIED))
+    return jax.jit(collector(*SETUPS[name]))
 
 
 def run(name, params, key=KEY, memory=None, **changed):
     part, env, config = SETUPS[name]
     memory = part.init(KEY, shape(env, config)) if memory is None else memory
-    memory, traj, spied = compiled(name)(memory, params, key, numbers(part, **changed))
-    return memory, jax.tree.map(np.asarray, traj), spied
+    memory, traj = compiled(name)(memory, params, key, numbers(part, **changed))
+    return memory, jax.tree.map(np.asarray, traj)
 
 
 def returns(traj, config):
@@ -87,9 +62,14 @@ def first_bit(traj):
 
 
 def test_the_greedy_return_is_that_of_one_more_episode_of_the_groups_task():
-    params = biased(b"1", 6.0, end=3.0)  # Greedy writes 1; a sample often does not.
-    _, traj, (rolled, greedy) = run("greedy", params)
-    config = SETUPS["greedy"][2]
+    config, part = ONE, collect.greedy_baseline()
+
+    def play(params):
+        lent, spy = spied(lend(envs.make("probe_observation"), config, params, part))
+        return part.collect((), lent, {}, KEY)[1], *spy
+
+    # Greedy writes 1; a sample often does not.
+    traj, rolled, greedy = jax.tree.map(np.asarray, jax.jit(play)(biased(b"1", 6.0, end=3.0)))
     well_formed(traj, config)
     same(traj._replace(steps=None), rolled._replace(steps=None), 0)
     assert greedy.length.shape == (4,) and not greedy.temperature.any()
@@ -151,7 +131,7 @@ def test_refill_ends_with_groups_that_vary_and_counts_what_it_threw_away():
     config = SETUPS["refill"][2]
     seen = set()
     for seed in range(6):
-        _, traj, _ = run("refill", EITHER, jax.random.key(seed))
+        _, traj = run("refill", EITHER, jax.random.key(seed))
         well_formed(traj, config)
         ret = in_groups(returns(traj, config), config)
         rounds = noted(traj, "rounds", 3)
@@ -168,7 +148,7 @@ def test_refill_ends_with_groups_that_vary_and_counts_what_it_threw_away():
 
 def test_without_a_group_that_varies_the_first_roll_stays():
     _, _, config = SETUPS["refill"]
-    _, traj, _ = run("refill", ALWAYS_0)
+    _, traj = run("refill", ALWAYS_0)
     ret = in_groups(returns(traj, config), config)
     assert np.all(ret.max(1) == ret.min(1)) and noted(traj, "rounds", 3)[0] == 3
     # Every roll has as many tokens as the one kept.
@@ -209,12 +189,17 @@ def test_what_is_left_is_dealt_to_the_hardest(groups, free):
     np.testing.assert_array_equal(group[free], whole)
 
 
+@functools.cache
+def difficulty():
+    tools = toy(WIDE)
+    return jax.jit(lambda key: collect.difficulty_rolls(0.5).collect((), tools, {}, key)[1])
+
+
 def test_hard_groups_get_the_episodes_that_easy_ones_do_not_need():
-    _, _, config = SETUPS["difficulty"]
     sizes_seen = set()
-    for seed in range(4):
-        _, traj, _ = run("difficulty", EITHER, jax.random.key(seed))
-        well_formed(traj, config, groups=traj.group)
+    for seed in range(6):
+        traj = jax.tree.map(np.asarray, difficulty()(jax.random.key(seed)))
+        well_formed(traj, WIDE, groups=traj.group)
         assert np.all(np.diff(traj.group) >= 0) and set(traj.group) == set(range(6))
         early = [np.flatnonzero(traj.group == g)[:2] for g in range(6)]
         accuracy = np.asarray([traj.reward[i].sum() / 2 for i in early])
@@ -226,41 +211,59 @@ def test_hard_groups_get_the_episodes_that_easy_ones_do_not_need():
         for g in range(6):  # Those not played come last.
             assert np.all(np.diff((traj.length[traj.group == g] == 0).astype(int)) >= 0)
         sizes_seen.add(tuple(played))
-    assert len(sizes_seen) > 1
+    assert len(sizes_seen) > 3
 
 
 def test_where_all_is_easy_half_of_the_batch_is_not_played():
     """The second half of every group stays, unplayed, where it was."""
-    part, _, config = SETUPS["difficulty"]
-    tools = toy(config, pays=lambda task: task >= 0)
-    traj = jax.jit(lambda key: part.collect((), tools, {}, key)[1])(KEY)
-    well_formed(traj, config)
+    tools = toy(WIDE, pays=lambda task: task >= 0)
+    traj = jax.jit(lambda key: collect.difficulty_rolls(0.5).collect((), tools, {}, key)[1])(KEY)
+    well_formed(traj, WIDE)
     np.testing.assert_array_equal(np.asarray(traj.length > 0).reshape(6, 4), [[1, 1, 0, 0]] * 6)
 
 
 # GRPO-RoC
 
 
+def oversampled(part):
+    """What was kept, and what was rolled."""
+
+    def play(key):
+        lent, spy = spied(toy(WIDE))
+        return part.collect((), lent, {}, key)[1], *spy
+
+    return jax.jit(play)
+
+
 def test_the_tidiest_correct_episodes_of_a_larger_group_stay():
-    _, _, config = SETUPS["resample"]
-    params = biased(b"01234567", STRONG)
+    """In proportion: of groups of eight, by the penalty 1/2 without a call, else 1 for an error and 0 without one."""
+
+    play = oversampled(collect.resample_correct(2, draw=False))
     for seed in range(3):
-        _, traj, (many,) = run("resample", params, jax.random.key(seed))
-        well_formed(traj, config)
-        many = jax.tree.map(np.asarray, many)
-        byte = lambda t: np.where(t.mask.any(1), t.tokens[np.arange(len(t.length)), t.mask.argmax(1)], 0)  # noqa: E731
-        for g in range(4):
-            bits = byte(many)[many.group == g]
-            got = sorted(zip(byte(traj)[traj.group == g], traj.logp[traj.group == g].sum(1), strict=True))
-            right, calls, errors = bits & 1, 1 - ((bits >> 2) & 1), (bits >> 1) & 1
-            penalty = np.where(calls > 0, errors, 0.5)
-            number = round(right.sum() * 3 / 6)
-            order = np.argsort(penalty, kind="stable")
-            keep = [i for i in order if right[i]][:number] + [i for i in order if not right[i]][: 3 - number]
-            want = sorted(zip(bits[keep], many.logp[many.group == g].sum(1)[keep], strict=True))
-            np.testing.assert_allclose(got, want, rtol=1e-6)
-        extra = noted(traj, "extra_tokens").sum()
-        assert extra == pytest.approx(many.length.sum() - traj.length.sum())
+        traj, many = jax.tree.map(np.asarray, play(jax.random.key(seed)))
+        well_formed(traj, WIDE)
+        assert many.length.shape == (48,)
+        for g in range(6):
+            of = np.flatnonzero(many.group == g)
+            right = many.reward[of].sum(1)
+            calls, errors = (many.steps[x][of].sum(1) for x in ("tool_calls", "malformed"))
+            order = np.argsort(np.where(calls > 0, errors, 0.5), kind="stable")
+            number = round(right.sum() * 4 / 8)
+            keep = [i for i in order if right[i]][:number] + [i for i in order if not right[i]][: 4 - number]
+            np.testing.assert_array_equal(traj.tokens[traj.group == g], many.tokens[of[np.sort(keep)]])
+        assert noted(traj, "extra_tokens").sum() == pytest.approx(many.length.sum() - traj.length.sum())
+
+
+def test_what_is_drawn_keeps_the_size_of_the_group_and_the_numbers_asked_for():
+    play = oversampled(collect.resample_correct(2, min_failed=2, min_correct=2))
+    for seed in range(4):
+        traj, many = jax.tree.map(np.asarray, play(jax.random.key(seed)))
+        well_formed(traj, WIDE)
+        right = many.reward.sum(1).reshape(6, 8).sum(1)
+        want = np.clip(np.round(right / 2), np.minimum(2, right), 4 - np.minimum(2, 8 - right))
+        np.testing.assert_array_equal(in_groups(returns(traj, WIDE), WIDE).sum(1), want)
+        rows = {tuple(x) for x in many.tokens.tolist()}
+        assert len({tuple(x) for x in traj.tokens.tolist()} & rows) == 24
 
 
 # Hints and experts
@@ -269,7 +272,7 @@ def test_the_tidiest_correct_episodes_of_a_larger_group_stay():
 def test_a_hint_is_the_first_turn_of_three_and_only_for_groups_that_failed():
     """``probe_delayed`` is decided by the first of its turns: a quarter of the expert's three, rounded up, is it."""
     _, _, config = SETUPS["hints"]
-    memory, traj, _ = run("hints", ALWAYS_0)
+    memory, traj = run("hints", ALWAYS_0)
     well_formed(traj, config)
     assert memory == 1 and noted(traj, "rounds")[0] == 2 and np.all(noted(traj, "hint") == 0.25)
     assert np.all(returns(traj, config) == 1)
@@ -277,12 +280,12 @@ def test_a_hint_is_the_first_turn_of_three_and_only_for_groups_that_failed():
     assert np.all(np.any(traj.mask & ~traj.expert, axis=1))
     assert noted(traj, "extra_tokens").sum() == pytest.approx(traj.length.sum(), rel=0.1)
 
-    _, traj, _ = run("hints", ALWAYS_1)
+    _, traj = run("hints", ALWAYS_1)
     assert not traj.expert.any() and noted(traj, "rounds")[0] == 1 and not noted(traj, "extra_tokens").any()
 
     mixed = 0
     for seed in range(3):
-        _, traj, _ = run("hints", EITHER, jax.random.key(seed))
+        _, traj = run("hints", EITHER, jax.random.key(seed))
         well_formed(traj, config)
         hinted = in_groups(traj.expert.any(1), config)
         assert np.all(hinted.all(1) == hinted.any(1)) and np.all(returns(traj, config)[hinted.ravel()] == 1)
@@ -294,9 +297,9 @@ def test_a_hint_is_the_first_turn_of_three_and_only_for_groups_that_failed():
 
 def test_hints_begin_with_their_step():
     memory = jnp.int32(4)
-    after, traj, _ = run("hints", ALWAYS_0, memory=memory, hint_from=5.0)
+    after, traj = run("hints", ALWAYS_0, memory=memory, hint_from=5.0)
     assert after == 5 and not traj.expert.any() and noted(traj, "rounds")[0] == 1
-    _, traj, _ = run("hints", ALWAYS_0, memory=after, hint_from=5.0)
+    _, traj = run("hints", ALWAYS_0, memory=after, hint_from=5.0)
     assert traj.expert.any() and compiled("hints")._cache_size() == 1
 
 
@@ -315,24 +318,21 @@ def test_hints_grow_and_never_give_everything_away(rounds, fraction):
     assert noted(traj, "rounds")[0] == rounds + 1
 
 
-def test_the_last_of_a_group_is_the_experts():
-    _, _, config = SETUPS["mixed"]
-    _, traj, (rolled,) = run("mixed", ALWAYS_0)
-    well_formed(traj, config)
-    same(traj, rolled, 0)
-    written = in_groups((traj.expert == traj.mask).all(1), config)
-    np.testing.assert_array_equal(written, [[False, False, True]] * 2)
-    assert not traj.expert[~written.ravel()].any()
-    np.testing.assert_array_equal(in_groups(returns(traj, config), config), [[0, 0, 1]] * 2)
+def test_the_last_of_a_group_are_the_experts():
+    traj = jax.jit(lambda key: collect.mixed_expert(3).collect((), toy(WIDE), {}, key)[1])(KEY)
+    well_formed(traj, WIDE)
+    np.testing.assert_array_equal(in_groups(noted(traj, "taught"), WIDE), [[0, 4, 4, 4]] * 6)
+    np.testing.assert_array_equal(in_groups(traj.expert.any(1), WIDE), [[0, 1, 1, 1]] * 6)
 
 
 # What holds for all of them
 
 
-@pytest.mark.parametrize("name", ["refill", "difficulty", "hints"])
-def test_seeds_together_equal_seeds_alone(name):
+@pytest.mark.parametrize(
+    "part, config", [(collect.refill(), MANY), (collect.difficulty_rolls(), WIDE), (collect.hints(), LONG)]
+)
+def test_seeds_together_equal_seeds_alone(part, config):
     """On made-up rollouts, so that the members are many and differ in their rounds, tasks and losses."""
-    part, _, config = SETUPS[name]
     trajs = together_as_alone(part, config._replace(max_tokens=8))
     assert trajs.tokens.shape == (4, config.episodes * config.segments, 8)
     groups = trajs.group.reshape(4, -1)

@@ -35,7 +35,7 @@ def begin(name):
 
 
 def run(name, memory, params, key, **changed):
-    memory, traj, _ = compiled(name)(memory, params, key, numbers(PARTS[name], **changed))
+    memory, traj = compiled(name)(memory, params, key, numbers(PARTS[name], **changed))
     well_formed(traj, CONFIG)
     return memory, jax.tree.map(np.asarray, traj)
 

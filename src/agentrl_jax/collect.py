@@ -178,7 +178,7 @@ def difficulty_rolls(
         own, tasks = equal_groups(tools), fresh_tasks(key, tools)
         ceiling = max(rolls, tools.episodes if max_rolls is None else max_rolls)
 
-        def plan(number: Array, traj: Trajectory, state: PyTree) -> tuple[Start, PyTree]:
+        def plan(number: Array, traj: Trajectory, state: PyTree) -> tuple[Array, Start, PyTree]:
             accuracy = jnp.mean(by_group(right(traj, tools.segments), tools)[:, :rolls], axis=1)
             more = selection.extra_rolls(
                 accuracy, rolls, max_rolls=ceiling, hardness_weighted=hardness_weighted, std_normalised=std_normalised
@@ -187,7 +187,7 @@ def difficulty_rolls(
             later = number > 0
             group = jnp.where(later, group, own)
             active = jnp.where(later, dealt & (number == 1), early)
-            return Start(task=tasks[group * tools.group_size], group=group, active=active), state
+            return active, Start(task=tasks[group * tools.group_size], group=group), state
 
         done = play_rounds(tools, key, plan, (), 2)
         group = done.traj.group[:: tools.segments]
@@ -278,14 +278,13 @@ def hints(rounds: int = 3) -> Part:
         tasks, begun = fresh_tasks(key, tools), memory >= hyper["hint_from"]
         turns = _expert_turns(tools, key, tasks, begun, rounds + 1)
 
-        def plan(number: Array, traj: Trajectory, shown: Array) -> tuple[Start, PyTree]:
+        def plan(number: Array, traj: Trajectory, shown: Array) -> tuple[Array, Start, PyTree]:
             solved = jnp.any(by_group(right(traj, tools.segments), tools), axis=1)
             hintable = begun & (turns > 1)
             shown = jnp.where(number == 0, 0.0, selection.hint_fraction(solved | ~hintable, shown))
             written = jnp.minimum(jnp.ceil(shown * turns - 1e-4), turns - 1).astype(jnp.int32)
             active = (number == 0) | (~solved & hintable)
-            spread_out = lambda x: spread(x, tools)  # noqa: E731
-            return Start(task=tasks, active=spread_out(active), teacher_turns=spread_out(written)), shown
+            return spread(active, tools), Start(task=tasks, teacher_turns=spread(written, tools)), shown
 
         done = play_rounds(tools, key, plan, jnp.zeros(tools.groups, jnp.float32), rounds + 1)
         extra = thrown(done.traj, done.rolled, tools)

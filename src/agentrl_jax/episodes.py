@@ -18,7 +18,7 @@ from agentrl_jax.types import Array, PyTree, Start, Trajectory
 DRAW = 1 << 20
 """First of the numbers by which a collector folds its own draws into the key; rolls use the small ones."""
 
-Plan = Callable[[Array, Trajectory, PyTree], tuple[Start, PyTree]]
+Plan = Callable[[Array, Trajectory, PyTree], tuple[Array, Start, PyTree]]
 
 
 # What episodes were like, one number each
@@ -117,25 +117,26 @@ def blank(tools: Tools, key: Array, start: Start) -> Trajectory:
 def play_rounds(tools: Tools, key: Array, plan: Plan, state: PyTree, limit: int) -> Rounds:
     """Plays again, in place, the episodes that ``plan`` asks for, at most ``limit`` times, until it asks for none.
 
-    ``plan(round, trajectory so far, state) -> (start, state)``; ``start.active`` says which. Round 0 fills the
-    trajectory; a plan must ask for something then. Whoever needs no further round keeps all it has while others of a
+    ``plan(round, trajectory so far, state) -> (bool[N] which, start, state)``. Round 0 fills the trajectory; a plan
+    must ask for something then. Whoever needs no further round keeps all it has while others of a
     ``vmap`` play on.
     """
 
-    def ask(now: Rounds) -> tuple[Start, PyTree]:
-        start, state = plan(now.number, now.traj, now.state)
-        return start._replace(active=start.active & (now.number < limit)), state
+    def ask(now: Rounds) -> tuple[Array, Start, PyTree]:
+        which, start, state = plan(now.number, now.traj, now.state)
+        which &= now.number < limit
+        return which, start._replace(active=which), state
 
     def play(now: Rounds) -> Rounds:
-        start, state = ask(now)
-        go = jnp.any(start.active)
+        which, start, state = ask(now)
+        go = jnp.any(which)
         new = tools.roll(key, call=now.number, start=start)
         # Episodes that are never played are those of the first round: padding, not zeros.
-        traj = where_episodes(start.active | (now.number == 0), new, now.traj, tools.segments)
+        traj = where_episodes(which | (now.number == 0), new, now.traj, tools.segments)
         state = jax.tree.map(lambda a, b: jnp.where(go, a, b), state, now.state)
         return Rounds(now.number + go, traj, state, now.rolled + jnp.sum(new.length))
 
     zero = jnp.zeros((), jnp.int32)
     everyone = Start(active=jnp.ones(tools.episodes, bool))
     first = Rounds(zero, blank(tools, key, everyone), state, zero)
-    return control.while_any(lambda now: jnp.any(ask(now)[0].active), play, first)
+    return control.while_any(lambda now: jnp.any(ask(now)[0]), play, first)
