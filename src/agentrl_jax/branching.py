@@ -38,9 +38,9 @@ def branch(traj: Trajectory, row: Array, token: Array) -> Start:
 
     The token lies in an action that the agent wrote; its first one is a turn boundary (``turn_starts``). Kept are the
     tokens below it with all that was noted of them, the turns before its turn, and the environment's state before its
-    action. Task, group and temperature are the row's, which ``_replace`` changes; so does ``active``: False where
-    ``row`` or ``token`` is out of range or no token of the agent's. Environments with parameters of their own
-    (``Start.params``) get them by ``_replace`` too.
+    action. Task, group and temperature are the row's; ``_replace`` changes them (groups must be below the number of
+    branches), and gives episodes ``params`` of their own. ``active`` is False where ``row`` or ``token`` is out of
+    range, or the token none of the agent's: nothing is played there.
 
     The branches are new episodes: with another key, or other ids, than the row's they draw new tokens, and the
     environment new outcomes. Played greedily in an environment without chance, a branch repeats its row.
