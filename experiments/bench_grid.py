@@ -6,6 +6,7 @@ A token of a list is a name with options behind colons, ``grpo:eps_high=0.28:agg
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
@@ -295,7 +296,7 @@ def _pair(method: Method, arena: Arena, points: Sequence[Point], options: Option
     for point in points:
         hyper(method, arena, point, options)
     settings = _settings(method, arena, config, points, options)
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    key = digest(settings)
     try:
         train.check(arena.policy, arena.codec, arena.env, method.algorithm, config)
         reason = ""
@@ -353,9 +354,16 @@ def _settings(
     } | {name: getattr(options, name) for name in names}  # fmt: skip
 
 
+def digest(settings: dict[str, Any]) -> str:
+    """Twelve characters that stand for plain values."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+@functools.cache
 def split(arena: Arena) -> tuple[Environment, Environment, str]:
     """``(training side, held-out side, note)``: the same environment twice, where there are too few different tasks."""
     try:
-        return *building.split(arena.env, arena.held_out), ""
+        note = "" if arena.held_out else "No tasks are held out: evaluation draws from those of training."
+        return *building.split(arena.env, arena.held_out), note
     except ValueError:
-        return arena.env, arena.env, f"{arena.label}: too few different tasks to hold some out, evaluated on all"
+        return arena.env, arena.env, "Too few different tasks to hold some out: evaluation draws from all of them."

@@ -31,7 +31,8 @@ class Outcome(NamedTuple):
       passes: ``{k: [S, E]}``, pass@k of the sampled tries.
       steps: metrics of every step, one dict of lists a seed.
       budget: tokens of a run.
-      seconds: wall time of the pair: compile, train, evaluate.
+      seconds: wall time of the pair: wait (for the compiler), train, evaluate; beside them compile, in the background.
+      note: what is to be said of the environment's tasks.
     """
 
     arena: str
@@ -41,6 +42,7 @@ class Outcome(NamedTuple):
     steps: tuple[dict[str, list], ...]
     budget: int
     seconds: dict[str, float]
+    note: str = ""
 
     @property
     def success(self) -> np.ndarray:
@@ -62,9 +64,8 @@ def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
         evals = {name: np.array([[e[name] for e in seed] for seed in rows], np.float64) for name in names}
         passes = {int(k): np.array([[e["pass"][k] for e in seed] for seed in rows]) for k in rows[0][0]["pass"]}
         steps = tuple(seed["steps"] for seed in group["seeds"])
-        found.append(
-            Outcome(result["arena"], group["label"], evals, passes, steps, result["budget"], result["seconds"])
-        )
+        about = result["budget"], result["seconds"], result["note"]
+        found.append(Outcome(result["arena"], group["label"], evals, passes, steps, *about))
     return found
 
 
@@ -103,7 +104,7 @@ def summary(outcome: Outcome, baseline: Outcome | None, bar: float) -> dict[str,
         "tokens": float(outcome.evals["used"][:, -1].mean()), "complete": bool(
             np.all(outcome.evals["used"][:, -1] >= outcome.budget)
         ),
-        "seconds": {**outcome.seconds, "all": sum(outcome.seconds.values())},
+        "seconds": {**outcome.seconds, "all": sum(outcome.seconds[name] for name in ("wait", "train", "evaluate"))},
     }  # fmt: skip
 
 
@@ -173,7 +174,11 @@ def report(
     for arena, rows in arenas.items():
         start = {name: float(x[0, 0]) for name, x in rows[0].evals.items() if name not in ("used", "step")}
         start["pass"] = {k: float(x[0, 0]) for k, x in rows[0].passes.items()}
-        body[arena] = {"start": start, "methods": [summary(outcome, bases[arena], bar) for outcome in rows]}
+        body[arena] = {
+            "note": rows[0].note,
+            "start": start,
+            "methods": [summary(outcome, bases[arena], bar) for outcome in rows],
+        }
     everywhere = [o.label for o in found if len(arenas) > 1 and sum(x.label == o.label for x in found) == len(arenas)]
     overall = [
         pooled([o for o in found if o.label == label], [bases[o.arena] for o in found if o.label == label])
@@ -197,7 +202,13 @@ def markdown(numbers: Mapping[str, Any]) -> str:
     for arena, body in numbers["environments"].items():
         start = body["start"]
         rates = ", ".join(f"pass@{k} {_percent(value)}" for k, value in start["pass"].items())
-        lines += ["", f"## {arena}", "", f"Start: {rates}, greedy {_percent(start['greedy'])}.", ""]
+        lines += [
+            "",
+            f"## {arena}",
+            "",
+            f"Start: {rates}, greedy {_percent(start['greedy'])}. {body['note']}".rstrip(),
+            "",
+        ]
         lines += _table(_COLUMNS, [_row(row) for row in body["methods"]])
         if not all(row["complete"] for row in body["methods"]):
             lines += ["", "Runs marked * ended at the limit of steps, below their budget."]

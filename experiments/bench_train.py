@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,10 @@ from bench_grid import Arena, Options, Pair
 
 from agentrl_jax import algorithms, checkpoint, control, scoring, train
 from agentrl_jax import metrics as metrics_lib
+from agentrl_jax.algorithm import Hyper
 from agentrl_jax.envs.base import Environment, canonical_params
 from agentrl_jax.evaluate import make_evaluate
 from agentrl_jax.intervals import pass_at_k
-from agentrl_jax.manifest import CheckpointError
 from agentrl_jax.parallel import over_seeds
 from agentrl_jax.train import TrainConfig, TrainState
 from agentrl_jax.types import Array, PyTree
@@ -33,24 +32,10 @@ SOLVED = 0.999
 FOREVER = 2**31 - 1
 
 
-class Ground(NamedTuple):
-    """What all pairs of an environment share: both sides of its tasks, where they begin, and how it is judged.
-
-    ``start`` is the evaluation of the weights ``params`` they begin from, ``evaluate(params [L, ...], env_params)`` the
-    same for weights of several runs.
-    """
-
-    env: Environment
-    test: Environment
-    params: PyTree
-    start: dict[str, Any]
-    evaluate: Callable[[PyTree, PyTree], list[dict[str, Any]]]
-
-
 class Lanes:
     """``f(x)`` over a leading axis of runs: one after the other, at once, or an equal share of them a device.
 
-    ``compile`` is called by the first use; ``seconds`` counts what it took.
+    It is compiled before its first use; ``seconds`` is what that took.
     """
 
     def __init__(self, f: Callable[[Any], Any], how: str, lanes: int) -> None:
@@ -59,18 +44,43 @@ class Lanes:
         self._split = (devices, lanes // devices) if how == "pmap" else None
         self._f = over_seeds((lambda xs: jax.lax.map(f, xs)) if how == "pmap" else f, how)
         self._program: Callable[[Any], Any] | None = None
-        self.seconds = 0.0
+        self.lanes, self.seconds = lanes, 0.0
+
+    def compile(self, one: Any) -> Lanes:
+        """Compiles it for what has the shapes of ``one`` with the leading axis; returns itself."""
+        lead, clock = self._split or (self.lanes,), time.monotonic()
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), one)
+        self._program = self._f.lower(like).compile()
+        self.seconds = time.monotonic() - clock
+        return self
 
     def __call__(self, x: Any) -> Any:
         """The results, with the same leading axis."""
-        if self._split:
-            x = jax.tree.map(lambda leaf: leaf.reshape(*self._split, *leaf.shape[1:]), x)
-        if self._program is None:
-            clock = time.monotonic()
-            self._program = self._f.lower(x).compile()
-            self.seconds = time.monotonic() - clock
-        out = self._program(x)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out) if self._split else out
+        assert self._program is not None
+        if self._split is None:
+            return self._program(x)
+        out = self._program(jax.tree.map(lambda leaf: leaf.reshape(*self._split, *leaf.shape[1:]), x))
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
+
+
+class Programs(NamedTuple):
+    """``init(keys, hypers, params)`` and the steps of several runs."""
+
+    init: Callable[..., TrainState]
+    advance: Lanes
+
+
+class Ground(NamedTuple):
+    """What all pairs of an environment share.
+
+    ``params`` are the weights they begin from, ``start`` the evaluation of these; ``evaluate(params [L, ...],
+    env_params)`` gives that of several runs; ``note`` says what tasks those are, where none are held out.
+    """
+
+    params: PyTree
+    start: dict[str, Any]
+    evaluate: Callable[[PyTree, PyTree], list[dict[str, Any]]]
+    note: str
 
 
 def make_advance(step: train.Step, limit: int) -> Callable[[tuple], tuple]:
@@ -80,6 +90,7 @@ def make_advance(step: train.Step, limit: int) -> Callable[[tuple], tuple]:
     step that reaches the target is made; no more than ``limit`` steps in all, and ``BUFFER`` at once.
     """
 
+    @jax.jit  # Traced once for shapes and loop.
     def one(state: TrainState, used: Array) -> tuple[TrainState, Array, dict[str, Array]]:
         state, found = step(state)
         spent = sum(found[name][0] for name in ("tokens", "extra_tokens") if name in found)
@@ -162,93 +173,147 @@ def spelled(found: dict[str, Any], samples: int) -> dict[str, Any]:
     return {name: float(x) for name, x in found.items() if name != "solved"} | {"pass": rates}
 
 
-def prepare(arena: Arena, directory: Path, options: Options, lanes: int, say: Callable[[str], None]) -> Ground:
-    """The cold start, or its checkpoint, and its evaluation."""
-    env, test, note = bench_grid.split(arena)
-    if note:
-        say(f"note: {note}")
-    params = cold_start(arena, env, directory / "cold_start", options, say)
-    program = Lanes(make_judge(arena, test, options), options.how, lanes)
-    many = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *jnp.shape(x))), tree)  # noqa: E731
+def ahead(pool: Executor, pairs: Sequence[Pair], directory: Path, options: Options) -> dict[str, Future[Any]]:
+    """Begins to compile what the pairs need, in that order, while others run: XLA leaves cores idle.
 
-    def evaluate(runs: PyTree, env_params: PyTree) -> list[dict[str, Any]]:
-        found = jax.device_get(program((runs, many(params), env_params)))
-        return [spelled({name: x[lane] for name, x in found.items()}, options.eval_samples) for lane in range(lanes)]
-
-    start = evaluate(many(params), many(canonical_params(arena.env.params)))[0]
-    return Ground(env, test, params, start, evaluate)
-
-
-def cold_start(arena: Arena, env: Environment, directory: Path, options: Options, say: Callable[[str], None]) -> PyTree:
-    """Weights after the supervised phase, kept on disk under a hash of all they depend on; random ones without it."""
-    key = jax.random.key(options.seed)
-    if not arena.supervised_steps:
-        return jax.jit(arena.policy.init)(key)
-    settings = bench_grid.cold_start_settings(arena, options)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    folder, shapes = directory / digest, jax.eval_shape(arena.policy.init, key)
-    if folder.is_dir():
-        try:
-            return checkpoint.restore(folder, shapes).state
-        except CheckpointError as error:
-            say(f"warning: the cold start in {folder} cannot be used and is made again: {error}")
-    clock = time.monotonic()
-    params, loss = _imitate(arena, env, options, key)
-    with checkpoint.Checkpoints(folder, keep_last=1) as checkpoints:
-        checkpoints.save(arena.supervised_steps, params, {"settings": settings}, wait=True)
-    say(
-        f"cold start of {arena.label}: {arena.supervised_steps} steps, {loss:.3f} nats per token at the end, "
-        f"{time.monotonic() - clock:.0f} s"
-    )
-    return params
+    Keys are those of the pairs, and ``cold`` and ``judge`` with the label of the environment.
+    """
+    found: dict[str, Future[Any]] = {}
+    for pair in pairs:
+        arena, label = pair.arena, pair.arena.label
+        if f"judge {label}" not in found:
+            if arena.supervised_steps and _stored(arena, directory, options) is None:
+                found[f"cold {label}"] = pool.submit(build_cold_start, arena, options)
+            found[f"judge {label}"] = pool.submit(build_judge, arena, options, options.seeds * len(pair.points))
+        found[pair.key] = pool.submit(build_pair, pair, options)
+    return found
 
 
-def _imitate(arena: Arena, env: Environment, options: Options, key: Array) -> tuple[PyTree, float]:
+def build_cold_start(arena: Arena, options: Options) -> Programs:
+    """The supervised phase of an environment; ``init(key)``."""
     episodes, steps = options.supervised_episodes, arena.supervised_steps
-    algorithm = algorithms.make("behavior_cloning")
+    algorithm, env = algorithms.make("behavior_cloning"), bench_grid.split(arena)[0]
     config = TrainConfig(
         episodes, 1, min(options.slots, episodes) or None, arena.max_tokens, arena.segments,
         UpdateConfig(schedule="cosine"),
     )  # fmt: skip
     numbers = {"learning_rate": options.supervised_learning_rate, "warmup": options.supervised_warmup, "decay": steps}
     parts = arena.policy, arena.codec, env, algorithm, config
-    state = jax.jit(train.make_init(*parts))(key, train.make_hyper(algorithm, env, **numbers))
-    advance = Lanes(make_advance(train.make_step(*parts), steps), "map", 1)
-    states, _, rows = run_to(advance, jax.tree.map(lambda x: x[None], state), jnp.zeros(1, jnp.int32), FOREVER, steps)
-    return jax.tree.map(lambda x: x[0], states.params["policy"]), rows[0]["loss"][-1]
+    hyper = train.make_hyper(algorithm, env, **numbers)
+    init = jax.jit(train.make_init(*parts))
+    return Programs(lambda key: init(key, hyper), _steps(parts, hyper, steps, "map", 1))
 
 
-def run_pair(pair: Pair, ground: Ground, options: Options) -> dict[str, Any]:
+def build_judge(arena: Arena, options: Options, lanes: int) -> Lanes:
+    """The evaluation in an environment."""
+    judge = make_judge(arena, bench_grid.split(arena)[1], options)
+    params = jax.eval_shape(arena.policy.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return Lanes(judge, options.how, lanes).compile((params, params, canonical_params(arena.env.params)))
+
+
+def build_pair(pair: Pair, options: Options) -> Programs:
+    """The training of a pair."""
+    arena, lanes = pair.arena, options.seeds * len(pair.points)
+    parts = arena.policy, arena.codec, bench_grid.split(arena)[0], pair.method.algorithm, pair.config
+    init = jax.jit(jax.vmap(train.make_init(*parts), (0, 0, None)))
+    hyper = bench_grid.hyper(pair.method, arena, pair.points[0], options)
+    return Programs(init, _steps(parts, hyper, options.max_steps, options.how, lanes))
+
+
+def _steps(parts: tuple, hyper: Hyper, limit: int, how: str, lanes: int) -> Lanes:
+    state = jax.eval_shape(train.make_init(*parts), jax.random.key(0), hyper)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return Lanes(make_advance(train.make_step(*parts), limit), how, lanes).compile((state, number, number))
+
+
+def prepare(
+    arena: Arena, directory: Path, options: Options, jobs: Mapping[str, Future[Any]], say: Callable[[str], None]
+) -> Ground:
+    """The cold start, or its checkpoint, and its evaluation; ``jobs`` are those of ``ahead``."""
+    note = bench_grid.split(arena)[2]
+    params = cold_start(arena, directory, options, jobs, say)
+    program = jobs[f"judge {arena.label}"].result()
+    many = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (program.lanes, *jnp.shape(x))), tree)  # noqa: E731
+
+    def evaluate(runs: PyTree, env_params: PyTree) -> list[dict[str, Any]]:
+        found = jax.device_get(program((runs, many(params), env_params)))
+        lanes = ({name: x[lane] for name, x in found.items()} for lane in range(program.lanes))
+        return [spelled(lane, options.eval_samples) for lane in lanes]
+
+    start = evaluate(many(params), many(canonical_params(arena.env.params)))[0]
+    return Ground(params, start, evaluate, note)
+
+
+def _stored(arena: Arena, directory: Path, options: Options) -> int | None:
+    """The steps of a cold start on disk that is whole."""
+    folder = _folder(arena, directory, options)
+    return checkpoint.latest(folder) if folder.is_dir() else None
+
+
+def _folder(arena: Arena, directory: Path, options: Options) -> Path:
+    """Where the weights of a cold start are: under a hash of all they depend on."""
+    settings = bench_grid.cold_start_settings(arena, options)
+    return directory / "cold_start" / bench_grid.digest(settings)
+
+
+def cold_start(
+    arena: Arena, directory: Path, options: Options, jobs: Mapping[str, Future[Any]], say: Callable[[str], None]
+) -> PyTree:
+    """Weights after the supervised phase, kept on disk; random ones without it."""
+    key = jax.random.key(options.seed)
+    if not arena.supervised_steps:
+        return jax.jit(arena.policy.init)(key)
+    folder = _folder(arena, directory, options)
+    if f"cold {arena.label}" not in jobs:
+        return checkpoint.restore(folder, jax.eval_shape(arena.policy.init, key)).state
+    programs, clock = jobs[f"cold {arena.label}"].result(), time.monotonic()
+    state = jax.tree.map(lambda x: x[None], programs.init(key))
+    steps = arena.supervised_steps
+    states, _, rows = run_to(programs.advance, state, jnp.zeros(1, jnp.int32), FOREVER, steps)
+    params = jax.tree.map(lambda x: x[0], states.params["policy"])
+    with checkpoint.Checkpoints(folder, keep_last=1) as checkpoints:
+        notes = {"settings": bench_grid.cold_start_settings(arena, options)}
+        checkpoints.save(steps, params, notes, wait=True)
+    say(
+        f"cold start of {arena.label}: {steps} steps, {rows[0]['loss'][-1]:.3f} nats per token at the end, "
+        f"{time.monotonic() - clock:.0f} s"
+    )
+    return params
+
+
+def run_pair(pair: Pair, ground: Ground, options: Options, job: Future[Programs]) -> dict[str, Any]:
     """Trains every point and seed of a pair to its budget: ``{"groups": [...], "seconds": {...}}``.
 
     A group is a point: its label, numbers and ``seeds``, of each the metrics of every step (``steps``, with ``used``,
-    the tokens so far) and its evaluations (``evals``, the start's first).
+    the tokens so far) and its evaluations (``evals``, the start's first). Of the seconds ``compile`` was spent beside
+    others, ``wait`` is what of it was waited for.
+
+    Raises:
+      FloatingPointError: an evaluation that is not finite.
     """
-    method, arena, clock = pair.method, pair.arena, time.monotonic()
-    parts = arena.policy, arena.codec, ground.env, method.algorithm, pair.config
-    hypers = [bench_grid.hyper(method, arena, point, options) for point in pair.points for _ in range(options.seeds)]
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(options.seed)))(
-        jnp.tile(jnp.arange(options.seeds), len(pair.points))
-    )
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *hypers)
-    states = jax.jit(jax.vmap(train.make_init(*parts), (0, 0, None)))(keys, stacked, ground.params)
-    advance = Lanes(make_advance(train.make_step(*parts), options.max_steps), options.how, len(hypers))
-    used = jnp.zeros(len(hypers), jnp.int32)
+    clock = time.monotonic()
+    programs = job.result()
+    waited = time.monotonic() - clock
+    hypers = [bench_grid.hyper(pair.method, pair.arena, point, options) for point in pair.points]
+    hypers = [hyper for hyper in hypers for _ in range(options.seeds)]
+    seed = jnp.tile(jnp.arange(options.seeds), len(pair.points))
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(options.seed)))(seed)
+    states = programs.init(keys, jax.tree.map(lambda *x: jnp.stack(x), *hypers), ground.params)
+    used, judging = jnp.zeros(len(hypers), jnp.int32), 0.0
     lanes = [{"steps": {}, "evals": [{"used": 0, "step": 0, **ground.start}]} for _ in hypers]
-    judging = 0.0
     for i in range(options.evals):
-        states, used, rows = run_to(advance, states, used, arena.budget * (i + 1) // options.evals, options.max_steps)
+        target = pair.arena.budget * (i + 1) // options.evals
+        states, used, rows = run_to(programs.advance, states, used, target, options.max_steps)
         begun = time.monotonic()
         found = ground.evaluate(states.params["policy"], states.hyper.env_params)
         judging += time.monotonic() - begun
         _note(lanes, rows, found, jax.device_get((used, states.step)))
-    seconds = {"compile": advance.seconds, "evaluate": judging}
-    seconds["train"] = time.monotonic() - clock - sum(seconds.values())
+    seconds = {"wait": waited, "evaluate": judging, "train": time.monotonic() - clock - waited - judging}
     groups = [
         {**point._asdict(), "seeds": lanes[i * options.seeds : (i + 1) * options.seeds]}
         for i, point in enumerate(pair.points)
     ]
-    return {"groups": groups, "seconds": seconds}
+    return {"groups": groups, "seconds": seconds | {"compile": programs.advance.seconds}, "note": ground.note}
 
 
 def _note(lanes: list[dict], rows: list[dict], found: list[dict], counts: tuple[np.ndarray, np.ndarray]) -> None:

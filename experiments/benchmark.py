@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,22 @@ def finished(directory: Path, pair: Pair) -> dict[str, Any] | None:
 def run(pairs: Sequence[Pair], directory: Path, options: Options) -> list[dict[str, Any]]:
     """Results of all pairs in order, those that are stored from disk; a failure is a result like any other."""
     (directory / "pairs").mkdir(parents=True, exist_ok=True)
+    stored = [None if pair.reason else finished(directory, pair) for pair in pairs]
+    todo = [pair for pair, known in zip(pairs, stored, strict=True) if not pair.reason and known is None]
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            jobs = bench_train.ahead(pool, todo, directory, options)
+            return _in_turn(pairs, stored, jobs, directory, options)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_turn(
+    pairs: Sequence[Pair], stored: Sequence[Any], jobs: dict[str, Future[Any]], directory: Path, options: Options
+) -> list[dict[str, Any]]:
     results, ground = [], (None, None)
-    for number, pair in enumerate(pairs):
+    for number, (pair, known) in enumerate(zip(pairs, stored, strict=True)):
         about = {"method": pair.method.label, "arena": pair.arena.label, "budget": pair.arena.budget}
-        known = finished(directory, pair)
         head = f"[{number + 1}/{len(pairs)}] {pair.label}"
         if pair.reason:
             results.append({**about, "status": LEFT_OUT, "reason": pair.reason})
@@ -70,28 +83,31 @@ def run(pairs: Sequence[Pair], directory: Path, options: Options) -> list[dict[s
             _say(f"{head}: finished before")
         else:
             if ground[0] is not pair.arena:
-                ground = (pair.arena, _ground(pair, directory, options))
-            result = _one(pair, ground[1], options)
-            stored = {**about, "key": pair.key, "settings": pair.settings, **_spelled(result)}
-            write_atomic(directory / "pairs" / pair.file, json.dumps(stored, allow_nan=False) + "\n")
-            results.append(stored)
-            _say(f"{head}: {_in_short(stored)}")
+                ground = (pair.arena, _ground(pair, directory, options, jobs))
+            result = _one(pair, ground[1], options, jobs)
+            results.append({**about, "key": pair.key, "settings": pair.settings, **_spelled(result)})
+            write_atomic(directory / "pairs" / pair.file, json.dumps(results[-1], allow_nan=False) + "\n")
+            _say(f"{head}: {_in_short(results[-1])}")
     return results
 
 
-def _ground(pair: Pair, directory: Path, options: Options) -> bench_train.Ground | dict[str, Any]:
+def _ground(
+    pair: Pair, directory: Path, options: Options, jobs: dict[str, Future[Any]]
+) -> bench_train.Ground | dict[str, Any]:
     """What the pairs of an environment share, or the failure that all of them then have."""
     try:
-        return bench_train.prepare(pair.arena, directory, options, options.seeds * len(pair.points), _say)
+        return bench_train.prepare(pair.arena, directory, options, jobs, _say)
     except Exception as error:
         return _failure(error)
 
 
-def _one(pair: Pair, ground: bench_train.Ground | dict[str, Any], options: Options) -> dict[str, Any]:
+def _one(
+    pair: Pair, ground: bench_train.Ground | dict[str, Any], options: Options, jobs: dict[str, Future[Any]]
+) -> dict[str, Any]:
     if isinstance(ground, dict):
         return ground
     try:
-        return {"status": DONE, **bench_train.run_pair(pair, ground, options)}
+        return {"status": DONE, **bench_train.run_pair(pair, ground, options, jobs.pop(pair.key))}
     except Exception as error:
         return _failure(error)
 

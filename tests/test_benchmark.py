@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def outcome(success, label="a", arena="e", used=None, **evals):
     zero = np.zeros(success.shape)
     base = {name: zero for name in ("greedy", "reward", "length", "written", "turns", "entropy", "kl_start", "step")}
     steps = tuple({"zero_variance": [0.5, None, 1.0]} for _ in success)
-    seconds = {"compile": 1.0, "train": 2.0, "evaluate": 3.0}
+    seconds = {"compile": 9.0, "wait": 1.0, "train": 2.0, "evaluate": 3.0}
     return Outcome(arena, label, base | evals | {"used": used}, {1: success, 2: success}, steps, 200, seconds)
 
 
@@ -209,13 +210,14 @@ def test_every_run_stops_at_its_own_budget(how):
     state = state._replace(
         step=jnp.zeros(2, jnp.int32), params=jnp.array([0.0, 1.0]), key=jax.random.split(jax.random.key(0))
     )
-    advance = bench_train.Lanes(bench_train.make_advance(step, 1000), how, 2)
+    one = (jax.tree.map(lambda x: x[0], state), jnp.int32(0), jnp.int32(0))
+    advance = bench_train.Lanes(bench_train.make_advance(step, 1000), how, 2).compile(one)
     state, used, rows = bench_train.run_to(advance, state, jnp.zeros(2, jnp.int32), 50, 1000)
     assert state.step.tolist() == [5, 2] and used.tolist() == [50, 50]
     assert rows[0]["used"] == [10, 20, 30, 40, 50] and rows[1]["used"] == [25, 50]
     state, used, rows = bench_train.run_to(advance, state, used, 250, 1000)
     assert state.step.tolist() == [25, 10] and len(rows[0]["used"]) == 20  # More than a call makes.
-    limited = bench_train.Lanes(bench_train.make_advance(step, 27), how, 2)
+    limited = bench_train.Lanes(bench_train.make_advance(step, 27), how, 2).compile(one)
     state, used, rows = bench_train.run_to(limited, state, used, 10**6, 27)
     assert state.step.tolist() == [27, 27] and used.tolist() == [270, 675]
 
@@ -238,16 +240,16 @@ GRID = (
 def grid(tmp_path_factory):
     """``(root, directory)`` of a grid of two pairs in two environments, one of which failed."""
     root = tmp_path_factory.mktemp("runs")
-    run_pair = bench_train.run_pair
+    build_pair = bench_train.build_pair
 
-    def broken(pair, ground, options):
+    def broken(pair, options):
         if pair.label == "ppo on echo":
             raise RuntimeError("out of luck\nsecond line")
-        return run_pair(pair, ground, options)
+        return build_pair(pair, options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_grid, "transformer_policy", lambda model: POLICY)  # It compiles fast.
-        patch.setattr(bench_train, "run_pair", broken)
+        patch.setattr(bench_train, "build_pair", broken)
         assert start(root, *GRID) == 1
     return root, root / "grid"
 
@@ -289,16 +291,20 @@ def test_a_pair_holds_its_curves(grid):
 
 def test_a_second_run_does_only_what_failed(grid, monkeypatch, capsys):
     root, directory = grid
-    done, (weights,) = [], (directory / "cold_start").iterdir()
+    known, done = stored(directory)["echo--grpo"], []
+
+    def again(pair, *rest):
+        done.append(pair.label)
+        return known | {"groups": [known["groups"][0] | {"label": "ppo"}], "method": "ppo"}
+
     monkeypatch.setattr(bench_grid, "transformer_policy", lambda model: POLICY)
-    run_pair, before = bench_train.run_pair, {p: p.stat().st_mtime_ns for p in (directory / "pairs").iterdir()}
-    monkeypatch.setattr(bench_train, "run_pair", lambda pair, *rest: done.append(pair.label) or run_pair(pair, *rest))
-    monkeypatch.setattr(bench_train, "_imitate", None)  # The cold starts are there.
-    assert start(root, *GRID) == 0 and done == ["ppo on echo"] and weights.is_dir()
-    monkeypatch.setattr(bench_train, "prepare", None)
-    out = capsys.readouterr().out
+    monkeypatch.setattr(bench_train, "ahead", lambda pool, pairs, *rest: {pair.key: None for pair in pairs})
+    monkeypatch.setattr(bench_train, "prepare", lambda *rest: None)
+    monkeypatch.setattr(bench_train, "run_pair", again)
+    before = {p: p.stat().st_mtime_ns for p in (directory / "pairs").iterdir()}
     assert start(root, *GRID) == 0 and done == ["ppo on echo"]
-    assert out.count("finished before") == 3 and capsys.readouterr().out.count("finished before") == 4
+    assert start(root, *GRID) == 0 and done == ["ppo on echo"]
+    assert capsys.readouterr().out.count("finished before") == 3 + 4
     changed = [p.name for p in (directory / "pairs").iterdir() if p.stat().st_mtime_ns != before[p]]
     assert len(changed) == 1 and changed[0].startswith("echo--ppo")
     table = json.loads((directory / "table.json").read_text())
@@ -308,25 +314,27 @@ def test_a_second_run_does_only_what_failed(grid, monkeypatch, capsys):
         assert imread(directory / f"{kind}-echo.png").shape[2] == 4
 
 
-def test_a_sweep_equals_separate_runs(tmp_path, monkeypatch):
+def test_a_sweep_from_the_stored_cold_start_equals_a_run_of_its_own(grid, monkeypatch):
+    """The second point has the numbers of the grid's pair."""
+    root, directory = grid
+    shutil.copytree(directory / "cold_start", root / "sweep" / "cold_start")
     monkeypatch.setattr(bench_grid, "transformer_policy", lambda model: POLICY)
-    common = ("--envs=probe_observation:label=echo:supervised_steps=0:held_out=0", "--seeds=1", "--evals=1")
-    assert start(tmp_path, "--name=sweep", "--algos=grpo", "--sweep=lr=1e-3,1e-1;eps_high=.2", *common) == 0
-    (swept,) = stored(tmp_path / "sweep").values()
-    assert [group["label"] for group in swept["groups"]] == [
-        "learning_rate=0.001 eps_high=0.2", "learning_rate=0.1 eps_high=0.2",
-    ]  # fmt: skip
-    assert start(tmp_path, "--name=single", "--algos=grpo:learning_rate=1e-1", *common) == 0
-    (single,) = stored(tmp_path / "single").values()
-    mine, other = swept["groups"][1]["seeds"][0], single["groups"][0]["seeds"][0]
-    assert mine["steps"].keys() == other["steps"].keys()
-    for name, values in mine["steps"].items():
-        np.testing.assert_allclose(values, other["steps"][name], rtol=1e-3, atol=1e-5, err_msg=name)
-    assert mine["evals"][-1]["kl_start"] == pytest.approx(other["evals"][-1]["kl_start"], rel=1e-3)
-    slow = swept["groups"][0]["seeds"][0]
-    assert slow["evals"][0] == mine["evals"][0] and slow["evals"][-1]["kl_start"] < mine["evals"][-1]["kl_start"]
-    table = json.loads((tmp_path / "sweep" / "table.json").read_text())["environments"]["echo"]["methods"]
-    assert [row["method"] for row in table] == [group["label"] for group in swept["groups"]]
+    monkeypatch.setattr(bench_train, "build_cold_start", None)
+    envs = GRID[-1].split(",")[0]
+    assert start(root, "--name=sweep", "--algos=grpo", envs, "--sweep=lr=1e-5,3e-4;eps_high=.2") == 0
+    (swept,) = stored(root / "sweep").values()
+    labels = ["learning_rate=1e-05 eps_high=0.2", "learning_rate=0.0003 eps_high=0.2"]
+    assert [group["label"] for group in swept["groups"]] == labels
+    pair = stored(directory)["echo--grpo"]["groups"][0]["seeds"]
+    for slow, mine, other in zip(*(group["seeds"] for group in swept["groups"]), pair, strict=True):
+        assert mine["steps"].keys() == other["steps"].keys()
+        for name, values in mine["steps"].items():
+            np.testing.assert_allclose(values, other["steps"][name], rtol=1e-3, atol=1e-5, err_msg=name)
+        assert mine["evals"][-1]["kl_start"] == pytest.approx(other["evals"][-1]["kl_start"], rel=1e-2)
+        assert slow["evals"][0] == mine["evals"][0] == other["evals"][0]
+        assert abs(slow["evals"][-1]["kl_start"]) < abs(mine["evals"][-1]["kl_start"])
+    table = json.loads((root / "sweep" / "table.json").read_text())["environments"]["echo"]["methods"]
+    assert [row["method"] for row in table] == labels
 
 
 def test_wrong_flags_touch_no_file(tmp_path, capsys):
