@@ -6,7 +6,8 @@ on ``scipy.stats`` (``trim_mean``, ``bootstrap``), which JAX depends on already.
 2024) was not taken: it admits no current ``arch``, brings pandas, statsmodels and seaborn, and draws from NumPy's
 global generator whatever seed it is given, so that no table could be made twice.
 
-A percentile interval over a handful of seeds is too narrow: with four of them one for 95 % covers about 80 %.
+A percentile interval over a handful of seeds is too narrow: with four of them, of normal scores, one for 95 % holds the
+truth in 88 %.
 """
 
 from __future__ import annotations

@@ -230,26 +230,31 @@ def start(root, *arguments):
 
 
 GRID = (
-    "--name=grid",
-    "--algos=grpo,ppo",
-    "--envs=probe_observation:label=echo:held_out=0,probe_one_action:supervised_steps=0",
-)
+    "--name=grid", "--algos=ppo,rloo",
+    "--envs=probe_observation:label=echo:held_out=0,probe_delayed:label=dead:supervised_steps=0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
-    """``(root, directory)`` of a grid of two pairs in two environments, one of which failed."""
+    """``(root, directory)`` of a grid in which one algorithm and one environment fail."""
     root = tmp_path_factory.mktemp("runs")
-    build_pair = bench_train.build_pair
+    build_pair, build_judge = bench_train.build_pair, bench_train.build_judge
 
-    def broken(pair, options):
-        if pair.label == "ppo on echo":
+    def pair_or_not(pair, options):
+        if pair.method.label == "rloo" or pair.arena.label == "dead":
             raise RuntimeError("out of luck\nsecond line")
         return build_pair(pair, options)
 
+    def judge_or_not(arena, *rest):
+        if arena.label == "dead":
+            raise ValueError("nobody there")
+        return build_judge(arena, *rest)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_grid, "transformer_policy", lambda model: POLICY)  # It compiles fast.
-        patch.setattr(bench_train, "build_pair", broken)
+        patch.setattr(bench_train, "build_pair", pair_or_not)
+        patch.setattr(bench_train, "build_judge", judge_or_not)
         assert start(root, *GRID) == 1
     return root, root / "grid"
 
@@ -258,24 +263,24 @@ def stored(directory):
     return {path.name.rsplit("-", 1)[0]: json.loads(path.read_text()) for path in (directory / "pairs").iterdir()}
 
 
-def test_a_failing_pair_stops_no_other(grid):
+def test_a_failure_stops_no_other_pair(grid):
     found = stored(grid[1])
-    assert {name: result["status"] for name, result in found.items()} == {
-        "echo--grpo": "done", "echo--ppo": "failed", "probe_one_action_supervised_steps=0--grpo": "done",
-        "probe_one_action_supervised_steps=0--ppo": "done",
-    }  # fmt: skip
-    failed = found["echo--ppo"]
+    dead = {"dead--ppo": "failed", "dead--rloo": "failed"}
+    alive = {"echo--ppo": "done", "echo--rloo": "failed"}
+    assert {name: result["status"] for name, result in found.items()} == alive | dead
+    failed = found["echo--rloo"]
     assert failed["reason"] == "RuntimeError: out of luck" and "second line" in failed["traceback"]
+    assert all(found[name]["reason"] == "ValueError: nobody there" for name in dead)
     table = json.loads((grid[1] / "table.json").read_text())
-    assert [x["method"] for x in table["environments"]["echo"]["methods"]] == ["grpo"]
-    assert [x["method"] for x in table["overall"]] == ["grpo"]
-    assert "- ppo on echo: failed: RuntimeError: out of luck" in (grid[1] / "table.md").read_text()
+    assert [x["method"] for x in table["environments"]["echo"]["methods"]] == ["ppo"]
+    assert table["environments"].keys() == {"echo"} and len(table["others"]) == 3
+    assert "- rloo on echo: failed: RuntimeError: out of luck" in (grid[1] / "table.md").read_text()
 
 
 def test_a_pair_holds_its_curves(grid):
-    result = stored(grid[1])["echo--grpo"]
+    result = stored(grid[1])["echo--ppo"]
     (group,) = result["groups"]
-    assert group["label"] == "grpo" and len(group["seeds"]) == 2
+    assert group["label"] == "ppo" and len(group["seeds"]) == 2
     for seed in group["seeds"]:
         used = seed["steps"]["used"]
         assert all(len(values) == len(used) for values in seed["steps"].values())
@@ -284,31 +289,31 @@ def test_a_pair_holds_its_curves(grid):
         assert len(seed["evals"]) == 3 and first["used"] == first["step"] == 0 and last["step"] == len(used)
         assert last["used"] == used[-1] and set(last["pass"]) == {"1", "2"} and last["pass"]["1"] <= last["pass"]["2"]
         assert first["kl_start"] == 0 and last["kl_start"] != 0 and last["entropy"] > 0
-    starts = [seed["evals"][0] for pair in stored(grid[1]).values() if "groups" in pair and pair["arena"] == "echo"
-              for seed in pair["groups"][0]["seeds"]]  # fmt: skip
+    starts = [seed["evals"][0] for seed in group["seeds"]]
     assert all(start == starts[0] for start in starts)
 
 
 def test_a_second_run_does_only_what_failed(grid, monkeypatch, capsys):
     root, directory = grid
-    known, done = stored(directory)["echo--grpo"], []
+    known, done = stored(directory)["echo--ppo"], []
 
     def again(pair, *rest):
         done.append(pair.label)
-        return known | {"groups": [known["groups"][0] | {"label": "ppo"}], "method": "ppo"}
+        return known | {"groups": [known["groups"][0] | {"label": pair.method.label}], "arena": pair.arena.label}
 
     monkeypatch.setattr(bench_grid, "transformer_policy", lambda model: POLICY)
     monkeypatch.setattr(bench_train, "ahead", lambda pool, pairs, *rest: {pair.key: None for pair in pairs})
     monkeypatch.setattr(bench_train, "prepare", lambda *rest: None)
     monkeypatch.setattr(bench_train, "run_pair", again)
     before = {p: p.stat().st_mtime_ns for p in (directory / "pairs").iterdir()}
-    assert start(root, *GRID) == 0 and done == ["ppo on echo"]
-    assert start(root, *GRID) == 0 and done == ["ppo on echo"]
-    assert capsys.readouterr().out.count("finished before") == 3 + 4
-    changed = [p.name for p in (directory / "pairs").iterdir() if p.stat().st_mtime_ns != before[p]]
-    assert len(changed) == 1 and changed[0].startswith("echo--ppo")
+    assert start(root, *GRID) == 0
+    assert done == ["rloo on echo", "ppo on dead", "rloo on dead"]
+    changed = {p.name.rsplit("-", 1)[0] for p in (directory / "pairs").iterdir() if p.stat().st_mtime_ns != before[p]}
+    assert changed == {"echo--rloo", "dead--ppo", "dead--rloo"}
+    assert start(root, *GRID) == 0 and len(done) == 3
+    assert capsys.readouterr().out.count("finished before") == 1 + 4
     table = json.loads((directory / "table.json").read_text())
-    assert [x["method"] for x in table["environments"]["echo"]["methods"]] == ["grpo", "ppo"]
+    assert [x["method"] for x in table["environments"]["dead"]["methods"]] == ["ppo", "rloo"]
     assert len(table["overall"]) == 2 and not table["others"] and table["command"] == "the command"
     for kind in ("learning", "pass_at_k", "final"):
         assert imread(directory / f"{kind}-echo.png").shape[2] == 4
@@ -321,11 +326,11 @@ def test_a_sweep_from_the_stored_cold_start_equals_a_run_of_its_own(grid, monkey
     monkeypatch.setattr(bench_grid, "transformer_policy", lambda model: POLICY)
     monkeypatch.setattr(bench_train, "build_cold_start", None)
     envs = GRID[-1].split(",")[0]
-    assert start(root, "--name=sweep", "--algos=grpo", envs, "--sweep=lr=1e-5,3e-4;eps_high=.2") == 0
+    assert start(root, "--name=sweep", "--algos=ppo", envs, "--sweep=lr=1e-5,3e-4;eps_high=.2") == 0
     (swept,) = stored(root / "sweep").values()
     labels = ["learning_rate=1e-05 eps_high=0.2", "learning_rate=0.0003 eps_high=0.2"]
     assert [group["label"] for group in swept["groups"]] == labels
-    pair = stored(directory)["echo--grpo"]["groups"][0]["seeds"]
+    pair = stored(directory)["echo--ppo"]["groups"][0]["seeds"]
     for slow, mine, other in zip(*(group["seeds"] for group in swept["groups"]), pair, strict=True):
         assert mine["steps"].keys() == other["steps"].keys()
         for name, values in mine["steps"].items():
