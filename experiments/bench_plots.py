@@ -87,9 +87,7 @@ def final(rows: Sequence[Outcome], baseline: str) -> Figure:
     axis.invert_yaxis()
     _dress(axis, "held-out success, interquartile mean and 95 % interval; dots: seeds", "", None)
     axis.set_xlim(0, 1.02)
-    axis.legend(
-        frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.5 / (1 + len(rows))), ncols=2
-    )
+    _legend(figure, axis)
     return figure
 
 
