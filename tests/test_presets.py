@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import CODEC, POLICY, params
+from quiz import ENV, fluent
+from tiny import CODEC, POLICY
 
 from agentrl_jax import TrainConfig, UpdateConfig, algorithms, envs, make_hyper, make_init, make_step, metrics
 
@@ -23,8 +24,7 @@ SMALL = {"pool": 8, "capacity": 8, "roots": 2, "k": 2, "rolls": 2, "rounds": 2}
 
 @functools.cache
 def world(name):
-    env = envs.make("calculator", max_turns=3)
-    return envs.noisy_reward(env) if "parts:exact_reward" in algorithms.make(name).needs else env
+    return envs.noisy_reward(ENV) if "parts:exact_reward" in algorithms.make(name).needs else ENV
 
 
 def small(name):
@@ -41,7 +41,7 @@ def small(name):
     return algorithms.make(name, **options)
 
 
-CONFIG = TrainConfig(episodes=8, group_size=4, slots=8, max_tokens=72, update=UpdateConfig(optimizer="sgd"))
+CONFIG = TrainConfig(episodes=8, group_size=4, slots=8, max_tokens=20, update=UpdateConfig(optimizer="sgd"))
 
 
 def test_every_method_of_the_survey_has_its_preset():
@@ -71,7 +71,7 @@ def test_a_preset_takes_a_whole_step(name):
     """One program: collect, prepare, update, finish; what comes out is finite, and the policy has moved."""
     algorithm, env = small(name), world(name)
     hyper = make_hyper(algorithm, env, learning_rate=0.1)
-    state = make_init(POLICY, CODEC, env, algorithm, CONFIG)(jax.random.key(3), hyper, params())
+    state = make_init(POLICY, CODEC, env, algorithm, CONFIG)(jax.random.key(3), hyper, fluent())
     step = jax.jit(make_step(POLICY, CODEC, env, algorithm, CONFIG))
     before = jax.tree.map(np.asarray, state.params["policy"])
     state, found = step(state)

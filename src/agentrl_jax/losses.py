@@ -339,7 +339,8 @@ def kl_cov(
     """
     check_shapes(logp, logp_old=logp_old, adv=adv, selected=selected, mask=mask)
     d = fill(logp, mask) - fixed(logp_old, mask)
-    return -fixed(adv, mask) * jnp.exp(clamp_log_ratio(d)) + coef * fill(jnp.abs(d), selected)
+    # The gradient of `abs` at 0 is 1 in JAX: it would pull the first, on-policy step to one side.
+    return -fixed(adv, mask) * jnp.exp(clamp_log_ratio(d)) + coef * fill(jnp.sign(d) * d, selected)
 
 
 def value_loss(value: Array, target: Array, *, mask: Array | None = None) -> Array:

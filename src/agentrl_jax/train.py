@@ -32,7 +32,11 @@ NEEDS = ("critic", "expert", "group", "logp_old", "one_segment", "pairs", "refer
 
 RESERVED = (
     "reward", "turns", "length", "written", "truncated", "cut_actions", "tokens", "logp", "tool_rate",
-    "zero_variance", "pairs_kept", "baseline", "kl_reward", "explained_variance",
+    "zero_variance", "pairs_kept", "baseline", "kl_reward", "explained_variance", "anchored", "key_token", "overlong",
+    "dense_reward", "distinct_episodes", "silenced", "correction_weight", "beta", "desirable", "kto_reference",
+    "perception", "imitation", "mc_value", "extra_tokens", "inherited_tokens", "rounds", "hint", "greedy_return",
+    "skipped", "in_epoch", "replay_share", "replay_age", "kept_varied", "kept_complete", "kept_uncertain",
+    "kept_uncertain_mass", "kept_best_of_group", "kept_correct",
     "entropy", "kl_old", "max_logp_gap", "clip_high", "clip_low", "kl", "value_loss", "margin", "preference_accuracy",
     "loss", "loss_tokens", "grad_norm", "clipped_updates", "skipped_updates", "learning_rate",
 )  # fmt: skip
@@ -281,7 +285,7 @@ def _tools(policy, codec, env, algorithm, config: TrainConfig, state: TrainState
         episodes: int | None = None, group_size: int | None = None, record: bool = False,
     ) -> Trajectory:  # fmt: skip
         episodes = config.episodes if episodes is None else episodes
-        slots = min(config.slots or episodes, episodes)
+        slots = min(config.slots or config.episodes, episodes)
         if start is not None and "pairs" in algorithm.needs:
             check_start(start, groups)
         if expert:

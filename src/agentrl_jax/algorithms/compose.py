@@ -243,6 +243,8 @@ def _assemble(
     static |= {key: value for key, value in implied.items() if key in keywords}
     made = [call(maker, static) for maker in _in_order(choice.makers, extra)]
     joined = parts.join(_scored(made, choice), teacher=choice.imitation is not None and choice.imitation.expert)
+    if "critic" in joined.needs and replay.replay in choice.makers:
+        raise ValueError("replayed episodes carry no values: replay does not go with a critic's advantage")
     needs = set(joined.needs - {"scores"}) | {need for key in choice.finish for need in FINISH[key].needs}
     needs |= {"single"} if choice.loss.single else set()
     needs |= {"one_segment"} if choice.loss.sequence else set()

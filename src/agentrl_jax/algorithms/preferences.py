@@ -89,7 +89,7 @@ def _dpo_nll(pair: Compared, score: Score, batch: Batch, hyper: dict[str, Array]
 def _dmpo(pair: Compared, score: Score, batch: Batch, hyper: dict[str, Array]) -> Array:
     del pair
     turns = batch.traj.steps["played"].shape[-1]
-    ratio = lambda *rows: preference.turn_log_ratio(*rows, turns)  # noqa: E731
+    ratio = lambda logp, ref, mask, turn: preference.turn_log_ratio(logp, ref, mask, turn, turns)  # noqa: E731
     every = jax.vmap(jax.vmap(jax.vmap(ratio)))
     each = jnp.sum(every(score.logp, batch.extra["logp_ref"], batch.mask, batch.traj.turn), axis=2)
     last = jnp.max(jnp.where(batch.mask, batch.traj.turn, -1), axis=(2, 3)) + 1
