@@ -7,6 +7,7 @@ from typing import Any
 
 from agentrl_jax.algorithm import Algorithm
 from agentrl_jax.algorithms.compose import KINDS, compose
+from agentrl_jax.algorithms.finishing import FINISH
 from agentrl_jax.algorithms.preferences import PAIRS, RULES, prefer, unpaired
 from agentrl_jax.algorithms.presets import PRESETS, Preset, make, preset
 from agentrl_jax.surrogates import IMITATIONS, SURROGATES
@@ -36,10 +37,12 @@ def catalogue() -> str:
         "Written by `agentrl_jax.algorithms.catalogue()`; a test keeps it in step. `algorithms.make(NAME)` builds one, "
         "`algorithms.describe(NAME)` prints its entry, and the keywords of `algorithms.compose` change its parts.",
         "",
-        "| name | paper | source |",
-        "|---|---|---|",
+        "| name | paper | source | status |",
+        "|---|---|---|---|",
     ]
-    lines += [f"| [`{name}`](#{_anchor(name)}) | {p.title} | {p.source} |" for name, p in PRESETS.items()]
+    for name, p in PRESETS.items():
+        status = "deviates, see there" if p.deviates else "as published"
+        lines.append(f"| [`{name}`](#{name}) | {p.title} | {p.source} | {status} |")
     for name, found in PRESETS.items():
         algorithm = make(name)
         lines += ["", f"## {name}", "", f"{found.title}. {found.source}."]
@@ -51,10 +54,6 @@ def catalogue() -> str:
 
 def _remarks(found: Preset) -> list[tuple[str, str]]:
     return [(label, text) for label, text in (("about", found.about), ("deviates", found.deviates)) if text]
-
-
-def _anchor(name: str) -> str:
-    return name.replace("+", "")
 
 
 def _numbers(algorithm: Algorithm) -> str:
@@ -84,9 +83,7 @@ def _composed(options: dict[str, Any]) -> list[tuple[str, str]]:
     value = lambda key: options.get(key, signature[key].default)  # noqa: E731
     rows = []
     for kind, makers in KINDS.items():
-        chosen = value(kind) or ()
-        for name in (chosen,) if isinstance(chosen, str) else chosen:
-            rows.append((kind, f"{name}: {_first_line(makers[name])}"))
+        rows += [(kind, f"{name}: {_first_line(makers[name])}") for name in _tuple(value(kind))]
     ratio, clip = value("ratio"), value("clip")
     rows.append(("loss", f"ratio {ratio}, clip {clip}: {SURROGATES[ratio, clip].rule}"))
     rows.append(("aggregation", value("aggregation")))
@@ -98,8 +95,20 @@ def _composed(options: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("kl", f"{value('kl')} against the reference, in the {value('kl_in')}"))
     if value("perception"):
         rows.append(("perception", "- perception_coef k3 against the policy's own words with masked observations"))
-    rows += [("finish", name) for name in value("finish")]
-    return rows
+    rows += [("finish", f"{name}: {_first_line(FINISH[name].apply)}") for name in value("finish")]
+    static = _static([m[name] for kind, m in KINDS.items() for name in _tuple(value(kind))], options)
+    return rows + ([("options", static)] if static else [])
+
+
+def _tuple(names: Any) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+def _static(makers: list[Any], options: dict[str, Any]) -> str:
+    """The static keywords of the makers, as the preset has them."""
+    found = {key: p.default for maker in makers for key, p in inspect.signature(maker).parameters.items()}
+    found |= {key: value for key, value in options.items() if key in found or key == "norm"}
+    return ", ".join(f"{key} = {value}" for key, value in found.items())
 
 
 def _first_line(function: Any) -> str:

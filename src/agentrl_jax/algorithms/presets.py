@@ -48,12 +48,12 @@ PRESETS: dict[str, Preset] = {
         {"advantage": "returns", **_SEQUENCE},
         about="The token sum keeps the estimator unbiased: a mean would weigh episodes by their length.",
     ),
-    "reinforce++": Preset(
+    "reinforce_plus_plus": Preset(
         "REINFORCE++",
         "Hu et al., 2025, arXiv 2501.03262",
         {"advantage": "returns", "baseline": "none", "shaping": ("whiten",), "kl": "k1", "kl_in": "reward"},
     ),
-    "reinforce++_baseline": Preset(
+    "reinforce_plus_plus_baseline": Preset(
         "REINFORCE++",
         "Hu et al., 2025, arXiv 2501.03262",
         {"advantage": "group", "scale": "none", "shaping": ("whiten",), "kl": "k2"},
