@@ -43,7 +43,7 @@ class Settings:
         False, "Go on with the run --name from its newest checkpoint, with its own settings; or start it."
     )
 
-    supervised_steps: int = _flag(450, "Steps of the cold start on the environment's scripted teacher; 0: none.", low=0)
+    supervised_steps: int = _flag(500, "Steps of the cold start on the environment's scripted teacher; 0: none.", low=0)
     steps: int = _flag(40, "Steps of the RL phase; 0: none.", low=0)
     supervised_episodes: int = _flag(64, "Episodes of a supervised step.", low=1)
     episodes: int = _flag(128, "Episodes of an RL step, a multiple of --group_size.", low=1)
@@ -56,7 +56,7 @@ class Settings:
 
     layers: int = _flag(2, "Blocks of the transformer.", low=1)
     width: int = _flag(128, "Width of its residual stream.", low=1)
-    heads: int = _flag(4, "Query heads.", low=1)
+    heads: int = _flag(8, "Query heads.", low=1)
     kv_heads: int = _flag(0, "Key and value heads; 0: as many as --heads.", low=0)
     mlp_width: int = _flag(384, "Inner width of its feed-forward; 0: four times --width.", low=0)
     rope_theta: float = _flag(

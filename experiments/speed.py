@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import resource
 import statistics
 import time
@@ -52,7 +53,13 @@ flags.DEFINE_integer("turn_len", 21, "Tokens of one of its actions.", 2)
 flags.DEFINE_integer("prompts_per_step", 16, "Groups in a step.", 1)
 flags.DEFINE_integer("group_size", 8, "Episodes of a group.", 2)
 flags.DEFINE_integer("episodes_per_slot", 8, "Episodes that flow through a slot in the heavy-tailed workload.", 1)
-flags.DEFINE_integer("microbatches", 1, "Pieces the update is computed in.", 1)
+flags.DEFINE_integer(
+    "microbatches",
+    0,
+    "Pieces the update is computed in; 0: 8 on a CPU, where a piece then stays in its caches, else 1.",
+    0,
+)
+flags.DEFINE_integer("cpu_devices", 2, "CPU devices over which the whole step is also spread by pmap; 1: it is not.", 1)
 flags.DEFINE_integer("steps", 6, "Measured repetitions, after one that compiles.", 2)
 flags.DEFINE_integer("seeds", 4, "Seeds of the seeds workload.", 1)
 flags.DEFINE_integer("seed", 0, "Root seed.")
@@ -120,9 +127,11 @@ def setup(work: str) -> Setup:
         codec = codec._replace(sampleable=tuple(allowed))
     slots = c.prompts_per_step * c.group_size
     episodes = slots * (c.episodes_per_slot if work == "heavy" else 1)
+    most = 8 if jax.default_backend() == "cpu" else 1
+    pieces = c.microbatches or math.gcd(most, c.prompts_per_step * c.group_size // jax.device_count())
     quarters = (c.prompt_len + c.completion_len // 4, c.prompt_len + c.completion_len // 2)
     structure = UpdateConfig(
-        microbatches=c.microbatches * (c.episodes_per_slot if work == "heavy" else 1),
+        microbatches=pieces * (c.episodes_per_slot if work == "heavy" else 1),
         widths=quarters if work == "heavy" else (),
     )
     config = train.TrainConfig(
@@ -202,7 +211,7 @@ def matmul_rate() -> float:
 
 
 def step_work(work: str) -> None:
-    """A whole step, and its two halves as programs of their own."""
+    """A whole step, its two halves as programs of their own, and the step spread over the devices by pmap."""
     s = setup(work)
     algorithm = algorithms.make("grpo")
     hyper = train.make_hyper(algorithm, s.env, learning_rate=1e-4)
@@ -220,6 +229,7 @@ def step_work(work: str) -> None:
     traj, stats = roll.out
     learn = clock(jax.jit(train.make_step(*args, rollout=lambda *a, **k: traj)), state)
     whole = clock(step, state)
+    spread = clock(parallel.pmap_data_parallel(*args), state) if jax.device_count() > 1 else whole
     length = traj.length.astype(jnp.float32)
     useful, sampled = float(jnp.sum(length)), float(jnp.sum(traj.mask))
     work_roll, work_learn = gflop(useful, float(jnp.sum(length**2)), sampled)
@@ -228,6 +238,7 @@ def step_work(work: str) -> None:
     report(
         work=work, params=sum(x.size for x in jax.tree.leaves(state.params["policy"])), episodes=s.config.episodes,
         step_s=step_s, rollout_s=roll_s, update_s=learn_s, fused_over_parts=step_s / (roll_s + learn_s),
+        devices=jax.device_count(), spread_step_s=statistics.median(spread.wall), spread_first_call_s=spread.first,
         step_cpu_s=step_cpu, rollout_cpu_s=roll_cpu, update_cpu_s=learn_cpu,
         first_call_s=whole.first, rollout_first_call_s=roll.first,
         rollout_tokens_s=sampled / roll_s, update_tokens_s=useful / learn_s, tokens_s=sampled / step_s,
@@ -274,6 +285,8 @@ def seeds_work() -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}; workloads are chosen with --work, one of {WORK}")
+    # Takes effect where it comes before the first use of a device, and on CPUs alone.
+    jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
     for work in FLAGS.work:
         if work == "env":
             env_work()

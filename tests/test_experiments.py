@@ -183,7 +183,7 @@ def test_an_evaluation_may_play_another_environment(run):
         (["--discount=0.9"], r"unknown hyper-parameters \['discount'\]; grpo has"),
         (["--option=sale=none"], r"grpo has no option \['sale'\]"),
         (["--option=scale=zzz"], "Unknown scale 'zzz'"),
-        (["--algorithm=ppo", "--option=whiten=maybe"], "whiten must be of type bool, got 'maybe'"),
+        (["--algorithm=lcpo", "--option=all_correct=maybe"], "all_correct must be of type bool, got 'maybe'"),
         (["--eps_low=0.1", "--algorithm=ppo", "--hyper=lambda_=2"], "lambda_ must be in"),
         (["--env_params=max_digit=3"], "has no parameter 'max_digit'; it has: .*max_digits"),
         (["--env_params=max_digits=2.5"], "must be a whole number"),

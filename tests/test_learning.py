@@ -28,7 +28,7 @@ DIGITS = functools.partial(biased, b"01", 5.0)
 
 def learn(name, env_name, steps, config, *, policy=POLICY, params=None, seed=0, env_params=None, **numbers):
     """Final state and history of a run."""
-    options = {k: numbers.pop(k) for k in ("whiten", "entropy_coef", "kl_coef") if k in numbers}
+    options = {k: numbers.pop(k) for k in ("shaping", "entropy_coef", "kl_coef") if k in numbers}
     algorithm, env = algorithms.make(name, **options), envs.make(env_name)
     run = jax.jit(make_train(policy, CODEC, env, algorithm, config, steps=steps))
     state, history = run(jax.random.key(seed), make_hyper(algorithm, env, **numbers), params)

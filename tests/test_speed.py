@@ -19,6 +19,7 @@ def test_one_line_a_measurement_and_one_program():
     assert [row["work"] for row in rows] == ["single", "env"]
     assert rows[0]["compiled_programs"] == 1 and rows[0]["logp_gap"] < 1e-4
     assert 0 < rows[0]["slot_use"] <= 1 and rows[0]["step_s"] > 0 and rows[0]["update_share_of_matmul"] > 0
+    assert rows[0]["devices"] == 2 and rows[0]["spread_step_s"] > 0
     assert rows[0]["mean_length"] == 16 and rows[0]["env_steps"] > 0
 
 

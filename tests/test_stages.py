@@ -116,8 +116,8 @@ def test_only_an_episodes_last_row_bootstraps_and_only_when_cut():
 
 
 def test_the_baseline_is_a_running_mean_of_the_past():
-    algorithm = algorithms.reinforce()
-    memory, values = algorithm.init(KEY, Shape(4, 2, 8, 2)), []
+    algorithm = algorithms.make("reinforce")
+    memory, values = algorithm.init(KEY, Shape(4, 2, 8, 2))["returns"], []
     for reward in (1.0, 1.0, 0.0):
         traj = trajectory([[0, 1, 1]] * 2, reward=[[0, 0, reward]] * 2)
         stage = stages.return_to_go("ema", decay=0.5)
@@ -176,9 +176,10 @@ def test_a_penalty_in_the_reward_hides_no_group_of_equals():
 
 def test_a_group_of_equals_teaches_nothing():
     traj = trajectory(masks((T,) * 4, T), reward=np.full((4, T), 0.3) * (np.arange(T) == T - 1))
-    algorithm = algorithms.grpo()
+    algorithm = algorithms.make("grpo")
     hyper = {k: jnp.float32(v) for k, v in algorithm.hyper.items()}
-    _, b, metrics = algorithm.prepare((), traj, tools(traj), hyper, KEY)
+    memory = algorithm.init(KEY, Shape(4, 4, T, 2))
+    _, b, metrics = algorithm.prepare(memory, traj, tools(traj), hyper, KEY)
     score = lambda p, name, b: scoring.score(POLICY, p["policy"], scoring.View(), b)  # noqa: E731
     grads, loss, _ = jax.jit(
         lambda p, b: update.gradient(algorithm, score, p, algorithm.weigh(b, hyper, 1), hyper, single=True)

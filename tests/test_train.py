@@ -34,7 +34,7 @@ CONFIG = TrainConfig(
 
 def algorithm():
     """Several updates, a penalty against a reference, an entropy bonus: all of the machinery at once."""
-    return algorithms.grpo(kl_coef=0.02, entropy_coef=0.01, aggregation="token-mean")
+    return algorithms.make("grpo", kl_coef=0.02, entropy_coef=0.01, aggregation="token-mean")
 
 
 def hyper(**numbers):
@@ -216,7 +216,7 @@ def test_scoring_by_an_unknown_model_names_those_there_are():
 
 def test_pairs_of_more_groups_than_equal_ones_are_refused():
     group = np.arange(16) // 2
-    preset = algorithms.online_dpo()._replace(
+    preset = algorithms.make("online_dpo")._replace(
         collect=lambda memory, tools, hyper, key: (memory, tools.roll(key, start=Start(group=group)))
     )
     config = CONFIG._replace(update=UpdateConfig())
@@ -228,8 +228,8 @@ def test_pairs_of_more_groups_than_equal_ones_are_refused():
 
 
 def test_what_a_refused_step_would_have_remembered_is_forgotten():
-    counting = algorithms.reinforce()._replace(
-        init=lambda key: (jnp.zeros(()), key),
+    counting = algorithms.make("reinforce")._replace(
+        init=lambda key, shape: (jnp.zeros(()), key),
         prepare=lambda memory, traj, *_: ((memory[0] + 1, memory[1]), scoring.as_batch(traj), {}),
     )
     config = TrainConfig(2, 1, max_tokens=6)
@@ -248,7 +248,7 @@ def test_a_cut_action_that_is_not_played_is_an_action():
 
 
 def test_a_schedule_ends_with_the_run_or_must_be_told_when():
-    preset, config = algorithms.grpo(), TrainConfig(4, 2, max_tokens=6, update=UpdateConfig(2, schedule="linear"))
+    preset, config = algorithms.make("grpo"), TrainConfig(4, 2, max_tokens=6, update=UpdateConfig(2, schedule="linear"))
     begin, numbers = make_init(POLICY, CODEC, ENV, preset, config), make_hyper(preset, ENV)
     with pytest.raises(ValueError, match="the linear schedule needs decay"):
         begin(jax.random.key(0), numbers)

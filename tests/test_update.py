@@ -23,6 +23,7 @@ from agentrl_jax import (
 )
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.masked import MODES
+from agentrl_jax.surrogates import surrogate
 from agentrl_jax.types import Score
 from agentrl_jax.update import UpdateConfig
 
@@ -30,7 +31,7 @@ U, T = 8, 16
 LENGTHS = (16, 4, 9, 2, 16, 7, 12, 5)
 ALLOWED = np.asarray(CODEC.sampleable)
 ENV = envs.make("probe_one_action")
-HYPER = {k: jnp.float32(v) for k, v in algorithms.ppo(kl_coef=0.3, entropy_coef=0.1).hyper.items()}
+HYPER = {k: jnp.float32(v) for k, v in algorithms.make("ppo", kl_coef=0.3, entropy_coef=0.1).hyper.items()}
 
 
 def score(p, name, b, policy=POLICY):
@@ -39,8 +40,8 @@ def score(p, name, b, policy=POLICY):
 
 def everything():
     """Surrogate, clip, KL, entropy and value loss at once."""
-    return algorithms.ppo(kl_coef=0.3, entropy_coef=0.1)._replace(
-        loss=objectives.token_objective(objectives.ppo_clip, kl="k3", critic=True)
+    return algorithms.make("ppo", kl_coef=0.3, entropy_coef=0.1)._replace(
+        loss=objectives.token_objective(surrogate("token", "ppo").surrogate, kl="k3", critic=True)
     )
 
 
@@ -153,8 +154,8 @@ def test_the_policy_gradient_of_two_tokens():
         logp = jax.nn.log_softmax(p["policy"])[jnp.arange(2), actions][:, None]
         return Score(logp, jnp.zeros((2, 1)), jnp.zeros((2, 1)), jnp.zeros(2))
 
-    hyper = {k: jnp.float32(v) for k, v in algorithms.grpo().hyper.items()}
-    grads, loss, metrics = update.gradient(algorithms.grpo(), chosen, {"policy": logits}, b, hyper, single=True)
+    hyper = {k: jnp.float32(v) for k, v in algorithms.make("grpo").hyper.items()}
+    grads, loss, metrics = update.gradient(algorithms.make("grpo"), chosen, {"policy": logits}, b, hyper, single=True)
     expected = [[0.168792, 0.125044, -0.293837], [0.346402, -0.253240, -0.093162]]
     np.testing.assert_allclose(grads["policy"], expected, atol=1e-6)
     np.testing.assert_allclose(loss, 0.0, atol=1e-7)
@@ -205,7 +206,7 @@ def line(gradients, **config):
     """State, batch and step of a linear loss: the mean over rows of ``gradients [U, 2]``."""
     gradients = np.asarray(gradients, np.float32)
     count = len(gradients)
-    algorithm = algorithms.reinforce()._replace(
+    algorithm = algorithms.make("reinforce")._replace(
         needs=frozenset(),
         loss=summed,
         weigh=lambda b, h, s: b._replace(weight=jnp.full_like(b.weight, 1 / b.mask.shape[0])),
@@ -242,19 +243,19 @@ def test_the_schedule_counts_updates_not_micro_batches():
 
 
 def test_schedules():
-    hyper = train.make_hyper(algorithms.grpo(), ENV, learning_rate=2.0, warmup=4, decay=12)
+    hyper = train.make_hyper(algorithms.make("grpo"), ENV, learning_rate=2.0, warmup=4, decay=12)
     rate = lambda name, at: float(update.learning_rate(UpdateConfig(schedule=name), hyper, jnp.int32(at)))  # noqa: E731
     assert [rate(n, 0) for n in ("constant", "linear", "cosine")] == [0.5] * 3
     assert [rate("constant", at) for at in (1, 3, 4, 99)] == [1.0, 2.0, 2.0, 2.0]
     assert [rate("linear", at) for at in (4, 8, 12, 99)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
     assert [rate("cosine", at) for at in (4, 6, 8, 12)] == pytest.approx([2.0, 1 + 2**-0.5, 1.0, 0.0], abs=1e-6)
     assert np.isfinite(rate("linear", 0)) and float(hyper.decay) == 12
-    hyper = train.make_hyper(algorithms.grpo(), ENV)
+    hyper = train.make_hyper(algorithms.make("grpo"), ENV)
     assert np.isnan(rate("cosine", 0)) and rate("constant", 99) == pytest.approx(1e-3)  # No end, no shape.
 
 
 def test_weight_decay_is_decoupled_and_on_matrices_alone():
-    algorithm, config = algorithms.reinforce(), UpdateConfig()
+    algorithm, config = algorithms.make("reinforce"), UpdateConfig()
     p = {"matrix": jnp.full((2, 2), 3.0), "vector": jnp.full(2, 3.0), "scalar": jnp.float32(3.0)}
     state = start(algorithm, config, p, learning_rate=0.1, weight_decay=0.5)
     after, _ = update.apply(config, state, {"policy": jax.tree.map(jnp.zeros_like, p)})
@@ -265,7 +266,7 @@ def test_weight_decay_is_decoupled_and_on_matrices_alone():
 def test_adam_is_optax():
     config = UpdateConfig(b1=0.8, b2=0.9, eps=1e-6)
     p = {"w": jnp.asarray([1.0, -2.0])}
-    state = start(algorithms.reinforce(), config, p, learning_rate=0.1)
+    state = start(algorithms.make("reinforce"), config, p, learning_rate=0.1)
     reference = optax.adam(0.1, b1=0.8, b2=0.9, eps=1e-6)
     expected, memory = p, reference.init(p)
     for i in range(4):
@@ -279,7 +280,7 @@ def test_adam_is_optax():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_gradient_that_is_not_finite_is_refused_and_counted(bad):
     config = UpdateConfig()
-    state = start(algorithms.reinforce(), config, {"w": jnp.ones(2), "v": jnp.ones((2, 2))}, weight_decay=0.1)
+    state = start(algorithms.make("reinforce"), config, {"w": jnp.ones(2), "v": jnp.ones((2, 2))}, weight_decay=0.1)
     fine = {"policy": {"w": jnp.ones(2), "v": jnp.ones((2, 2))}}
     state, _ = update.apply(config, state, fine)
     after, metrics = update.apply(config, state, {"policy": fine["policy"] | {"w": jnp.asarray([1.0, bad])}})
@@ -293,7 +294,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_counted(bad):
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_grad_norm"])
 def test_a_number_that_is_not_finite_reaches_no_parameter(name):
     p = {"w": jnp.ones(2), "v": jnp.ones((2, 2))}
-    state = start(algorithms.reinforce(), UpdateConfig(), p)
+    state = start(algorithms.make("reinforce"), UpdateConfig(), p)
     state = state._replace(hyper=state.hyper._replace(**{name: jnp.float32(jnp.nan)}))
     after, metrics = update.apply(UpdateConfig(), state, {"policy": p})
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (after.params, after.opt_state))
@@ -302,7 +303,7 @@ def test_a_number_that_is_not_finite_reaches_no_parameter(name):
 
 def test_without_a_view_called_policy_the_old_log_probabilities_stay():
     views = {"own": scoring.View()}
-    algorithm = algorithms.grpo()._replace(
+    algorithm = algorithms.make("grpo")._replace(
         views=views,
         loss=lambda scores, b, h: (jnp.sum(scores["own"].logp), {"old": metrics_lib.scalar(b.logp_old[0, 0])}),
     )
@@ -335,7 +336,7 @@ def test_rows_of_an_episode_stay_together():
         apart = jnp.sum(together != together[:, :1]) + jnp.sum(b.traj.segment.reshape(-1, 3) != jnp.arange(3))
         return b._replace(weight=jnp.full_like(b.weight, apart.astype(jnp.float32)))
 
-    algorithm = algorithms.reinforce()._replace(
+    algorithm = algorithms.make("reinforce")._replace(
         needs=frozenset(), weigh=weigh, loss=lambda s, b, h: (jnp.sum(b.weight) + 0 * jnp.sum(s["policy"].logp), {})
     )
     config = UpdateConfig(epochs=2, minibatches=2, optimizer="sgd")
@@ -354,4 +355,4 @@ def test_a_restarting_episode_is_one_sequence():
 def test_what_does_not_divide_is_refused(config):
     begin, b, _ = line(np.ones((8, 2)))
     with pytest.raises(ValueError, match="8 units in blocks of 1 do not split into"):
-        update.update(algorithms.reinforce(), config, linear, begin(), b, jax.random.key(0))
+        update.update(algorithms.make("reinforce"), config, linear, begin(), b, jax.random.key(0))
