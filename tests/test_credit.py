@@ -7,7 +7,9 @@ import oracles
 import pytest
 from conversations import TURNS, T, conversations, joined, order, run, split, tools_of, with_gap
 
-from agentrl_jax import credit, stages
+from agentrl_jax import credit, objectives, stages
+from agentrl_jax.surrogates import surrogate
+from agentrl_jax.types import Score
 
 CRITIC = ("gae", "turn_gae", "bilevel_gae", "vapo_gae", "vtrace")
 RELATIVE = (
@@ -162,10 +164,17 @@ def test_expert_episodes_are_measured_by_the_policys_own():
     for group in (0, 1):
         own = ret[[i for i in range(8) if GROUPS[i] == group and i not in (2, 5)]]
         for i in np.flatnonzero(GROUPS == group):
-            spread = own.std(ddof=1)
-            expected = (ret[i] - own.mean()) / (spread + 1e-6) if spread or ret[i] == own.mean() else None
-            if expected is not None:
-                close(np.asarray(found.adv)[i][np.asarray(b.mask)[i]], expected)
+            expected = (ret[i] - own.mean()) / ((own.std(ddof=1) or 1.0) + 1e-6)
+            close(np.asarray(found.adv)[i][np.asarray(b.mask)[i]], expected)
+
+
+def test_an_expert_that_differs_from_equals_is_one_better_not_a_million():
+    b = conversations(8, expert=(2, 5))
+    last = np.asarray([np.flatnonzero(row)[-1] for row in np.asarray(b.mask)])
+    values = jnp.asarray([0.7, 0.7, 1.7, 0.0, 0.0, 1.0, 0.3, 0.3], jnp.float32)
+    b = b._replace(traj=b.traj._replace(reward=jnp.zeros((8, T)).at[jnp.arange(8), last].set(values)))
+    found, _ = run(credit.own_group(), b)
+    close(found.adv, on_tokens(b, np.asarray([0, 0, 1, 0, 0, 1, 0, 0])))
 
 
 def test_turn_level_advantages_add_the_turns_own():
@@ -221,6 +230,16 @@ def test_turn_wise_gae_trains_the_critic_at_turn_ends_alone():
     found, _ = run(credit.turn_gae(), b)
     ends = np.asarray(found.extra["value_mask"])
     assert (ends.sum(1) == np.asarray(b.traj.steps["played"]).sum(1)).all() and not (ends & ~np.asarray(b.mask)).any()
+    weigh = objectives.weigh_tokens("token-mean")(found, {}, 1)
+    np.testing.assert_allclose(weigh.extra["value_weight"], ends / ends.sum(), rtol=1e-5)
+    score = Score(b.logp_old, jnp.zeros_like(b.adv), found.value + 0.1, b.bootstrap)
+    hyper = {
+        k: jnp.float32(v) for k, v in {"eps_low": 0.2, "eps_high": 0.2, "value_coef": 0.5, "value_eps": 9.0}.items()
+    }
+    loss = lambda critic: objectives.token_objective(surrogate("token", "ppo").surrogate, critic=critic)  # noqa: E731
+    both = [loss(critic)({"policy": score}, weigh, hyper)[0] for critic in (True, False)]
+    error = 0.5 * (np.asarray(score.value) - np.asarray(found.target)) ** 2
+    np.testing.assert_allclose(both[0] - both[1], 0.5 * error[ends].mean(), rtol=1e-4)
     assert (np.diff(np.where(np.asarray(b.mask), np.asarray(b.traj.turn), -1)[0][np.asarray(b.mask)[0]]) >= 0).all()
 
 

@@ -11,12 +11,19 @@ from jax.core import Tracer
 
 from agentrl_jax.types import Array
 
-UNIT = ("discount", "lambda_", "label_smoothing")
+UNIT = (
+    "discount", "lambda_", "label_smoothing", "mu", "mu_peak", "mu_valley", "token_lambda", "turn_discount",
+    "step_discount", "uncertain_fraction", "uncertain_mass", "entropy_fraction", "cov_fraction", "perception_mask",
+    "replay_share", "kept_pairs",
+)  # fmt: skip
 NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "warmup", "decay", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef",
-    "value_eps", "beta",
+    "value_eps",
 )  # fmt: skip
-POSITIVE = ("max_grad_norm",)
+POSITIVE = (
+    "max_grad_norm", "beta", "awr_beta", "weight_max", "tau_pos", "tau_neg", "entropy_kappa", "overlong_buffer",
+    "kl_target", "kl_horizon", "length_alpha", "luffy_gamma", "dual_clip", "ratio_max",
+)  # fmt: skip
 
 
 def check_shapes(like: Array, **others: Array | float | None) -> None:

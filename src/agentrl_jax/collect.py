@@ -237,6 +237,8 @@ def resample_correct(oversample: int = 2, *, draw: bool = True, min_failed: int 
         size = tools.group_size * oversample
         many = tools.roll(key, episodes=tools.episodes * oversample, group_size=size)
         counts = [total(many, x, tools.segments) for x in ("tool_calls", "malformed", "answered", "played")]
+        # The environment counts as calls those that parse: all that were tried are these and the malformed ones.
+        counts[0] = counts[0] + counts[1]
         penalty = selection.call_penalty(*counts)
         kept = selection.resample_on_correct(
             right(many, tools.segments), penalty, many.group[:: tools.segments], tools.groups,

@@ -76,7 +76,8 @@ def group(*, scale: str = "std", ddof: float = 1, eps: float = 1e-6) -> Part:
 
 
 def own_group(*, scale: str = "std", ddof: float = 1, eps: float = 1e-6) -> Part:
-    """``A = (R - mean) / (std + eps)`` with mean and deviation over the policy's own episodes of the group alone."""
+    """``A = (R - mean) / (std + eps)``, mean and deviation over the policy's own episodes of the group alone; where
+    these are all alike, ``R - mean``."""
     groups.group_relative(jnp.zeros(1), jnp.zeros(1, jnp.int32), 1, scale=scale, ddof=ddof, eps=eps)
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
@@ -241,11 +242,11 @@ def _with_critic(
         data = [stages.sequences(x, tools) for x in rows]
         adv, target = jax.vmap(lambda b, *x: estimate(*x, bootstrap=b, hyper=hyper))(bootstrap, *data)
         adv, target = adv.reshape(batch.adv.shape), target.reshape(batch.adv.shape)
-        explained = stages.explained_variance(target, batch.value, batch.mask)
-        batch = batch._replace(adv=adv, target=target)
+        batch, trained = batch._replace(adv=adv, target=target), batch.mask
         if ends:
             last = jax.vmap(advantages.turn_ends)(traj.mask, traj.turn)
-            batch = batch._replace(extra={**batch.extra, "value_mask": last})
+            batch, trained = batch._replace(extra={**batch.extra, "value_mask": last}), trained & last
+        explained = stages.explained_variance(target, batch.value, trained)
         return batch, {"explained_variance": metrics_lib.scalar(explained)}
 
     return Part(name, pure(function), hyper=numbers, needs=_CRITIC)
@@ -336,7 +337,8 @@ def entropy_scaled() -> Part:
         _, ids, played = stages.episodes(batch, tools)
         mask = stages.sequences(batch.mask, tools)
         entropy = masked.masked_mean(stages.sequences(batch.extra["entropy"], tools), mask, -1)
-        adv = group_shaping.entropy_scaled(_episode_adv(batch, tools), entropy, ids, tools.episodes, where=played)
+        some = played & jnp.any(mask, axis=1)
+        adv = group_shaping.entropy_scaled(_episode_adv(batch, tools), entropy, ids, tools.episodes, where=some)
         return stages.broadcast(batch, adv, tools), {}
 
     return Part("entropy_scaled", pure(function), needs=frozenset({"scores", "group"}))
@@ -354,7 +356,7 @@ def aspo_shaped() -> Part:
         turn, mask = (stages.sequences(x, tools) for x in (batch.traj.turn, batch.mask))
         # Positions count written tokens: how much the agent had said before it first called.
         said = jnp.sum(mask & (turn < first), axis=1, dtype=jnp.float32)
-        who = played & right & jnp.any(calls, axis=1)
+        who = played & right & jnp.any(calls, axis=1) & jnp.any(mask, axis=1)
         adv = group_shaping.aspo_shaping(
             _episode_adv(batch, tools), said, jnp.sum(mask, axis=1, dtype=jnp.float32), ids, tools.episodes, where=who,
             delta=hyper["aspo_delta"], bound=hyper["aspo_bound"],

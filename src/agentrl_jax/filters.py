@@ -67,7 +67,8 @@ def uncertain() -> Part:
     """Keeps the ``uncertain_fraction`` of groups whose returns differ most."""
 
     def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
-        ret, ids, played = stages.episodes(batch, tools)
+        _, ids, played = stages.episodes(batch, tools)
+        ret = _environment_return(batch, tools)
         return selection.uncertain_groups(ret, ids, tools.episodes, fraction=hyper["uncertain_fraction"], where=played)
 
     return _keep_episodes("uncertain", keep, hyper={"uncertain_fraction": 0.25}, needs=("group",))
@@ -77,7 +78,8 @@ def uncertain_mass() -> Part:
     """Keeps the fewest groups, most different first, that hold ``uncertain_mass`` of all deviation (RAGEN-2)."""
 
     def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
-        ret, ids, played = stages.episodes(batch, tools)
+        _, ids, played = stages.episodes(batch, tools)
+        ret = _environment_return(batch, tools)
         return selection.uncertain_mass(ret, ids, tools.episodes, mass=hyper["uncertain_mass"], where=played)
 
     return _keep_episodes("uncertain_mass", keep, hyper={"uncertain_mass": 0.9}, needs=("group",))
@@ -88,8 +90,10 @@ def best_of_group() -> Part:
 
     def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
         del hyper
-        ret, ids, played = stages.episodes(batch, tools)
-        return selection.best_of_group(ret, ids, tools.episodes, where=played) & (ret > jnp.min(ret))
+        _, ids, played = stages.episodes(batch, tools)
+        ret = _environment_return(batch, tools)
+        lowest = jnp.min(jnp.where(played, ret, jnp.inf))
+        return selection.best_of_group(ret, ids, tools.episodes, where=played) & (ret > lowest)
 
     return _keep_episodes("best_of_group", keep, needs=("group",))
 

@@ -97,7 +97,7 @@ def group_relative(
       eps: 1e-6 in verl and tunix, 1e-4 in TRL, 1e-8 in oat, 1e-9 in OpenRLHF.
       where: ``bool[N]``, members that count.
       statistics: ``bool[N]``, those among them whose returns enter mean and sigma; all by default. The others are
-        measured by them (RL-PLUS measures expert episodes by the policy's own); without any, a group gets 0.
+        measured by them, by their mean alone where their returns are all equal; without any, a group gets 0.
 
     Returns:
       ``[N]``. A group of equal returns, and a group of one, give exactly 0 (verl gives a lone member its raw return).
@@ -113,15 +113,23 @@ def group_relative(
     check_at_least(0, ddof=ddof)
     who = members(group, num_groups, where)
     base = who if statistics is None else members(group, num_groups, who.where & statistics.astype(bool))
-    lifted = above_lowest(ret, who, num_groups)
-    mean = group_sum(lifted, base, num_groups, to=who) / jnp.maximum(base.size, 1.0)
-    centred = jnp.where(base.size > 0, lifted - mean, 0.0)
+    if statistics is None:
+        base_size, lifted = who.size, above_lowest(ret, who, num_groups)
+    else:
+        base_size = group_sum(base.where, base, num_groups, to=who)
+        low = jax.ops.segment_min(fill(ret, base.where, jnp.inf), base.group, num_groups)[who.group]
+        lifted = fill(fill(ret, who.where) - jnp.where(base_size > 0, low, 0.0), who.where)
+    mean = group_sum(lifted, base, num_groups, to=who) / jnp.maximum(base_size, 1.0)
+    centred = jnp.where(base_size > 0, lifted - mean, 0.0)
     if scale == "none":
         return jax.lax.stop_gradient(centred)
     if scale == "std":
-        var = group_sum(centred**2, base, num_groups, to=who) / jnp.maximum(base.size - ddof, 1.0)
+        var = group_sum(centred**2, base, num_groups, to=who) / jnp.maximum(base_size - ddof, 1.0)
     else:
         var = masked_var(as_float(ret) if scale == "batch" else centred, base.where, ddof=ddof)
+    if statistics is not None:
+        # Others may differ from members that are all equal: their distance then has no scale but its own.
+        var = jnp.where(var > 0, var, 1.0)
     return jax.lax.stop_gradient(divide(centred, jnp.sqrt(var), eps))
 
 

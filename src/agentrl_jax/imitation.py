@@ -99,8 +99,8 @@ def rl_plus(
     """RL-PLUS on expert tokens: multiple importance sampling and an exploration-weighted advantage.
 
     ``-A stop_gradient((1 - p)^power) * 2 p / (p_old + omega)``, ``omega = (1 + p_old) / 2``: the unknown expert
-    probability is taken halfway between the old policy's and 1. The advantage is relative to the mean and deviation
-    of the *own* episodes of the group alone (``group_relative(..., statistics=own)``); own tokens use a clipped ratio.
+    probability is taken halfway between the old policy's and 1. The repository's recipe takes ``A = R - mean``
+    over own and expert episodes together, without a deviation, and no clip on own tokens.
 
     Source: Dong et al., RL-PLUS, 2025, arXiv 2508.00222; formula and power .5 from the official repository.
     """

@@ -42,6 +42,10 @@ def weigh_tokens(
         del hyper
         own = batch.mask & ~batch.traj.expert if kind == "mix" else batch.mask
         weight = weights(own, mode, segments, norm)
+        if "value_mask" in batch.extra:
+            # Fewer tokens train the critic: they have denominators of their own.
+            value = weights(batch.mask & batch.extra["value_mask"], mode, segments, norm)
+            batch = batch._replace(extra={**batch.extra, "value_weight": value})
         if kind == "mix":
             weight = weight + weights(batch.mask & batch.traj.expert, "token-mean", segments)
         if kind == "add":
@@ -72,6 +76,7 @@ def token_objective(
     critic: bool = False,
     imitation: Imitation | None = None,
     perception: bool = False,
+    clips: bool = True,
 ) -> Objective:
     """``sum w (importance * surrogate + kl_coef * kl - entropy_coef * H) + value_coef * sum w * value loss``, and more
     where asked for.
@@ -85,6 +90,8 @@ def token_objective(
       critic: whether the value head is trained, with clipping at ``hyper["value_eps"]``; on ``extra["value_mask"]``
         alone where a stage put it there.
       imitation: a term on expert tokens or correct episodes; ``weigh_tokens`` must know of it too.
+      clips: whether ``eps_low`` and ``eps_high`` bound the ratio of a token, so that ``clip_low`` and ``clip_high`` say
+        how often.
       perception: PAPO's ``- perception_coef * min(k3, perception_max)`` against ``extra["logp_masked"]``.
 
     Raises:
@@ -96,25 +103,29 @@ def token_objective(
     def objective(scores: dict[str, Score], batch: Batch, hyper: dict[str, Array]) -> tuple[Array, Metrics]:
         score = scores["policy"]
         x = surrogate(score, batch, hyper)
-        metrics = diagnostics(score, batch, hyper)
+        metrics = diagnostics(score, batch, hyper if clips else {})
         if "importance" in batch.extra:
             x = x * batch.extra["importance"]
         if imitation is not None:
             x = _imitate(imitation, x, score, batch, hyper, metrics)
+        # These are of the policy's own words; those of the expert were not drawn from it.
+        own = ~batch.traj.expert if imitation is not None and imitation.expert else True
         if "entropy_coef" in hyper:
-            x = x - hyper["entropy_coef"] * score.entropy
+            x = x - hyper["entropy_coef"] * jnp.where(own, score.entropy, 0.0)
         if kl is not None:
             penalty = kl_divergence(score.logp, batch.extra["logp_ref"], estimator=kl, mask=batch.mask)
-            x = x + hyper["kl_coef"] * penalty
+            x = x + hyper["kl_coef"] * jnp.where(own, penalty, 0.0)
             metrics["kl"] = metrics_lib.masked(jax.lax.stop_gradient(penalty), batch.mask)
         if perception:
-            x = x - hyper["perception_coef"] * _perception(score, batch, hyper, metrics)
-        if critic:
-            x = x + hyper["value_coef"] * _value_error(score, batch, hyper, metrics)
+            x = x - hyper["perception_coef"] * jnp.where(own, _perception(score, batch, hyper, metrics), 0.0)
         total = weighted(batch, x)
+        if critic:
+            error = _value_error(score, batch, hyper, metrics)
+            weight = batch.extra.get("value_weight", batch.weight)
+            total = total + hyper["value_coef"] * jnp.sum(weight * jnp.where(batch.mask, error, 0.0))
         if imitation is not None and imitation.kind == "add":
-            own = jnp.where(batch.mask, imitation.loss(score, batch, hyper), 0.0)
-            total = total + hyper["nll_coef"] * jnp.sum(batch.extra["imitation_weight"] * own)
+            right = jnp.where(batch.mask, imitation.loss(score, batch, hyper), 0.0)
+            total = total + hyper["nll_coef"] * jnp.sum(batch.extra["imitation_weight"] * right)
         return total, metrics
 
     return objective

@@ -92,6 +92,8 @@ def desirable() -> Part:
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
     ) -> tuple[PyTree, Batch, Metrics]:
         del key
+        if tools.groups < 2:
+            raise ValueError("KTO's reference point needs answers to another task: two groups at least, got one")
         ret, _, played = stages.episodes(batch, tools)
         good = ret > hyper["desirable_above"]
         tokens, offset, inside = mismatched_rows(batch, tools)

@@ -92,7 +92,8 @@ def posterior_reward(*, form: str = "answered", quality: str = "tool_calls") -> 
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del hyper
-        ret, _, played = stages.episodes(batch, tools)
+        _, _, played = stages.episodes(batch, tools)
+        ret = _total(batch, tools, "reward")
         part = lambda name: jnp.clip(_total(batch, tools, name), 0.0, 1.0)  # noqa: E731
         extra = part(form) + ret * part(quality)
         return add_episode_reward(batch, extra, tools), {"dense_reward": metrics_lib.masked(extra, played)}

@@ -30,6 +30,7 @@ class Loss(NamedTuple):
       hyper: the numbers it reads, and their defaults.
       single: it does not correct for a policy that has moved since the batch was scored.
       sequence: its ratio is one of whole sequences, which a row must hold.
+      clips: ``eps_low`` and ``eps_high`` bound the ratio of a token.
     """
 
     surrogate: Surrogate
@@ -37,6 +38,7 @@ class Loss(NamedTuple):
     hyper: dict[str, float] = {}  # noqa: RUF012 - never mutated: a NamedTuple default
     single: bool = False
     sequence: bool = False
+    clips: bool = False
 
 
 _CLIP = {"eps_low": 0.2, "eps_high": 0.2}
@@ -115,15 +117,16 @@ SURROGATES: dict[tuple[str, str], Loss] = {
     ("none", "probability"): Loss(_tokens(_dft), "-A sg(pi) log pi", single=True),
     ("token", "none"): Loss(_tokens(_unclipped), "-A r, r = pi / pi_old of a token"),
     ("token", "ppo"): Loss(
-        _tokens(losses.ppo_clip, "eps_low", "eps_high"), "max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))", _CLIP
+        _tokens(losses.ppo_clip, "eps_low", "eps_high"), "max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))", _CLIP,
+        clips=True,
     ),
     ("token", "dual"): Loss(
         _tokens(_dual, "eps_low", "eps_high", "dual_clip"), "PPO's clip, and at most dual_clip |A| for A < 0",
-        _CLIP | {"dual_clip": 3.0},
+        _CLIP | {"dual_clip": 3.0}, clips=True,
     ),
     ("token", "two-sided"): Loss(
         _tokens(_two_sided, "eps_low", "eps_high", "ratio_max"), "PPO's clip with r at most ratio_max",
-        _CLIP | {"ratio_max": 4.0},
+        _CLIP | {"ratio_max": 4.0}, clips=True,
     ),
     ("token", "cispo"): Loss(
         _tokens(losses.cispo, "eps_low", "eps_high"), "-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi",

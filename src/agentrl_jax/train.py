@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax import scoring, update
-from agentrl_jax.algorithm import Algorithm, Hyper, Shape, Tools, TrainState, start_for_expert
+from agentrl_jax.algorithm import Algorithm, Hyper, Shape, Tools, TrainState, keep_state, start_for_expert
 from agentrl_jax.checks import check_numbers, known
 from agentrl_jax.codecs.base import Codec
 from agentrl_jax.envs.base import Environment, canonical_params, played_member
@@ -247,11 +247,13 @@ def make_step(
             differentiate=differentiate,
         )  # fmt: skip
         # Where every update was refused, so is what the algorithm would have kept of this step.
-        refused = state.updates == before.updates
+        refused = (state.updates == before.updates) & (state.skipped > before.skipped)
         memory = jax.tree.map(lambda new, old: jnp.where(refused, old, new), memory, before.memory)
         state = state._replace(memory=memory)
         metrics = _join(rollout_metrics(traj, config.segments, env.spec.members), prepared, updated)
-        state = algorithm.finish(state, metrics, state.hyper.algorithm)
+        if algorithm.finish is not keep_state:
+            done = algorithm.finish(state, metrics, state.hyper.algorithm)
+            state = jax.tree.map(lambda new, old: jnp.where(refused, old, new), done, state)
         return state._replace(step=state.step + 1), metrics
 
     return step

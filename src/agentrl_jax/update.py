@@ -140,14 +140,18 @@ def gradient(
     return grads, value, metrics_lib.reduce(metrics)
 
 
-def apply(config: UpdateConfig, state: TrainState, grads: PyTree) -> tuple[TrainState, Metrics]:
+def apply(
+    config: UpdateConfig, state: TrainState, grads: PyTree, active: Array | bool = True
+) -> tuple[TrainState, Metrics]:
     """One optimiser update from the whole minibatch's gradient; refused, and counted, where it or a number of the run
-    is not finite."""
+    is not finite. Where nothing is ``active`` there is no update: momentum and decay would move the parameters."""
     hyper, names = state.hyper, tuple(grads)
     norm = optax.tree.norm(grads)
     scale = jnp.minimum(1.0, hyper.max_grad_norm / jnp.maximum(norm, 1e-12))
     rate = learning_rate(config, hyper, state.updates)
-    fine = jnp.all(jnp.isfinite(jnp.stack([norm, scale, rate, hyper.weight_decay])))
+    finite = jnp.all(jnp.isfinite(jnp.stack([norm, scale, rate, hyper.weight_decay])))
+    active = jnp.asarray(active)
+    fine = finite & active
     grads = jax.tree.map(lambda g: jnp.where(fine, g * scale, 0.0).astype(g.dtype), grads)
     trained = {name: state.params[name] for name in names}
     delta, opt_state = direction(config).update(grads, state.opt_state, trained)
@@ -162,13 +166,13 @@ def apply(config: UpdateConfig, state: TrainState, grads: PyTree) -> tuple[Train
         params=params,
         opt_state=keep(opt_state, state.opt_state),
         updates=state.updates + fine,
-        skipped=state.skipped + ~fine,
+        skipped=state.skipped + (active & ~finite),
     )
     one = jnp.ones(())
     metrics = {
         "grad_norm": (jnp.where(fine, norm, 0.0), fine.astype(jnp.float32)),
         "clipped_updates": ((scale < 1.0).astype(jnp.float32), one),
-        "skipped_updates": ((~fine).astype(jnp.float32), one),
+        "skipped_updates": ((active & ~finite).astype(jnp.float32), one),
         "learning_rate": (rate, one),
     }
     return state, metrics
@@ -210,7 +214,7 @@ def update(
             algorithm, score, state.params, part, hyper,
             microbatches=config.microbatches, widths=config.widths, single=single,
         )  # fmt: skip
-        state, more = apply(config, state, grads)
+        state, more = apply(config, state, grads, jnp.any(part.mask))
         # Counted over the whole minibatch: inside the loss it would be divided by the number of pieces.
         whole = {"loss": metrics_lib.scalar(loss), "loss_tokens": metrics_lib.scalar(jnp.sum(part.mask))}
         return state, {**metrics, **more, **whole}

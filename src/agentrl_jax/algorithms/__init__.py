@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from agentrl_jax.algorithms.compose import choices, compose
+from agentrl_jax.algorithms.compose import compose
 from agentrl_jax.algorithms.describe import catalogue, describe
+from agentrl_jax.algorithms.ingredients import choices
 from agentrl_jax.algorithms.preferences import prefer, unpaired
 from agentrl_jax.algorithms.presets import PRESETS, Preset, make, preset
 from agentrl_jax.algorithms.supervised import behavior_cloning

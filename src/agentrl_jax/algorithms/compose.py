@@ -7,97 +7,28 @@ keywords and the numbers of what is chosen are keywords of ``compose`` too.
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from agentrl_jax import collect as collectors
-from agentrl_jax import credit, filters, history, objectives, parts, replay, rewards, stages, trees
+from agentrl_jax import filters, objectives, parts, replay, rewards, stages
 from agentrl_jax.algorithm import Algorithm, TrainState, keep_state
 from agentrl_jax.algorithms.finishing import FINISH
+from agentrl_jax.algorithms.fit import check_fit
+from agentrl_jax.algorithms.ingredients import (
+    KINDS,
+    Choice,
+    Maker,
+    call,
+    check_given,
+    check_static,
+    keywords_of,
+)
 from agentrl_jax.checks import check_choice, check_numbers
 from agentrl_jax.kl import ESTIMATORS
 from agentrl_jax.parts import Part
-from agentrl_jax.surrogates import CLIPS, IMITATIONS, RATIOS, Imitation, Loss, surrogate
+from agentrl_jax.surrogates import IMITATIONS, surrogate
 from agentrl_jax.types import Array, Metrics
-
-Maker = Callable[..., Part]
-
-
-def named(*functions: Maker) -> dict[str, Maker]:
-    """The functions by their names."""
-    return {function.__name__: function for function in functions}
-
-
-KINDS: dict[str, dict[str, Maker]] = {
-    "collect": named(
-        collectors.greedy_baseline, collectors.refill, history.skip_settled, history.drop_solved,
-        collectors.difficulty_rolls, collectors.resample_correct, collectors.hints, collectors.mixed_expert,
-        trees.vine, trees.tree,
-    ),
-    "reward": named(
-        rewards.soft_overlong, rewards.malformed_penalty, rewards.step_reward, rewards.posterior_reward
-    ),
-    "filters": named(
-        filters.varied, filters.complete, filters.uncertain, filters.uncertain_mass, filters.best_of_group,
-        filters.correct, filters.policy_filtration,
-    ),
-    "advantage": named(
-        credit.group, credit.own_group, credit.leave_one_out, credit.length_weighted, credit.gpg, credit.gdpo,
-        credit.pass_at_k, credit.max_at_k, credit.best_gap, credit.gigpo, credit.turn_relative,
-        credit.process_relative, credit.returns, credit.ones, credit.gae, credit.turn_gae, credit.bilevel_gae,
-        credit.vapo_gae, credit.vtrace, collectors.subtract_baseline, trees.vine_advantage, trees.tree_advantage,
-    ),
-    "shaping": named(
-        credit.whiten, credit.entropy_shaped, credit.entropy_scaled, credit.aspo_shaped, credit.ktae_shaped,
-        trees.shared_prefix,
-    ),
-    "tokens": named(filters.top_entropy, filters.clip_cov, filters.kl_cov),
-    "replay": named(replay.replay),
-}  # fmt: skip
-"""Keyword of ``compose``, in the order the parts act: the parts it knows."""
-
-PAIRED = {
-    "subtract_baseline": ("collect", "greedy_baseline"),
-    "vine_advantage": ("collect", "vine"),
-    "tree_advantage": ("collect", "tree"),
-    "shared_prefix": ("collect", "tree"),
-}
-"""Parts that read what another one leaves."""
-
-
-class Choice(NamedTuple):
-    """What ``compose`` was asked for, and what follows from it alone.
-
-    Attributes:
-      makers: the functions of the chosen parts, in order.
-      loss, imitation: the policy loss, and the term beside it.
-      kl, kl_in: estimator or None; where its penalty stands.
-      correction, perception: as in ``compose``.
-      aggregation: as in ``compose``.
-      finish: names of ``FINISH``.
-    """
-
-    makers: tuple[Maker, ...]
-    loss: Loss
-    imitation: Imitation | None
-    kl: str | None
-    kl_in: str
-    correction: str | None
-    perception: bool
-    aggregation: str
-    finish: tuple[str, ...]
-
-
-def choices() -> dict[str, tuple[str, ...]]:
-    """Every keyword of ``compose`` that takes names, and the names."""
-    named = {kind: tuple(makers) for kind, makers in KINDS.items()}
-    more = {
-        "ratio": RATIOS, "clip": CLIPS, "correction": tuple(filters.CORRECTIONS), "imitation": tuple(IMITATIONS),
-        "kl": ESTIMATORS, "kl_in": ("loss", "reward"), "finish": tuple(FINISH),
-    }  # fmt: skip
-    return named | more
 
 
 def compose(
@@ -166,7 +97,7 @@ def compose(
         imitation=None if imitation is None else _known("imitation", imitation, IMITATIONS),
         kl=kl, kl_in=kl_in, correction=correction, perception=perception, aggregation=aggregation, finish=finish,
     )  # fmt: skip
-    _check_fit(choice, ratio)
+    check_fit(choice, ratio)
     return _assemble(name, choice, norm, dict(defaults), options)
 
 
@@ -205,33 +136,6 @@ def _pick(kind: str, value: str | tuple[str, ...] | None) -> Iterable[Maker]:
     return [_known(kind, name, KINDS[kind]) for name in names]
 
 
-def _check_fit(choice: Choice, ratio: str) -> None:
-    """Refuses ingredients that contradict each other."""
-    names = [maker.__name__ for maker in choice.makers]
-    for name, (kind, other) in PAIRED.items():
-        if name in names and other not in names:
-            raise ValueError(f"{name} reads what {other} leaves: it needs {kind}={other!r}")
-    if choice.imitation is not None and choice.imitation.expert and "mixed_expert" not in names:
-        raise ValueError("this imitation is of the expert's tokens: it needs collect='mixed_expert'")
-    if choice.loss.sequence and ratio != "sequence-token" and "sum" in choice.aggregation:
-        raise ValueError(
-            f"the {ratio} ratio gives a whole sequence one loss, which {choice.aggregation} would multiply by its "
-            "length: take seq-mean-token-mean or token-mean"
-        )
-    if ("kl_cov" in names) != (choice.loss.hyper.keys() == {"cov_coef"}):
-        raise ValueError("tokens 'kl_cov' and clip 'kl-cov' are two halves of one method: choose both")
-    if {"ktae_shaped", "difficulty_rolls"} <= set(names):
-        raise ValueError("ktae_shaped counts members up to group_size, and difficulty_rolls makes larger groups")
-    if choice.loss.single and choice.correction is not None:
-        raise ValueError(f"ratio 'none' is on-policy: a correction ({choice.correction}) has nothing to correct")
-    if "reset_reference" in choice.finish and (choice.kl is None or choice.kl_in != "loss"):
-        raise ValueError("reset_reference needs a divergence in the loss: kl='k3'")
-    if "adapt_kl" in choice.finish and choice.kl is None:
-        raise ValueError("adapt_kl needs a divergence: kl='k3'")
-    if "anneal_imitation" in choice.finish and (choice.imitation is None or choice.imitation.kind != "mix"):
-        raise ValueError("anneal_imitation needs an imitation that is mixed in: chord or chord-phi")
-
-
 def _assemble(
     name: str, choice: Choice, norm: float | None, defaults: dict[str, Any], options: dict[str, Any]
 ) -> Algorithm:
@@ -241,6 +145,7 @@ def _assemble(
     check_static(name, keywords, static)
     implied = {"correction": choice.correction, "kl_estimator": choice.kl}
     static |= {key: value for key, value in implied.items() if key in keywords}
+    check_given(name, (*choice.makers, *extra), static)
     made = [call(maker, static) for maker in _in_order(choice.makers, extra)]
     joined = parts.join(_scored(made, choice), teacher=choice.imitation is not None and choice.imitation.expert)
     if "critic" in joined.needs and replay.replay in choice.makers:
@@ -252,13 +157,16 @@ def _assemble(
     hyper |= {key: value for key, value in defaults.items() if key in hyper}
     given = {key: value for key, value in options.items() if key not in keywords}
     hyper = override(name, hyper, given, (*inspect.signature(compose).parameters, *keywords))
+    if "anneal_imitation" in choice.finish and "mu" not in given:
+        # The schedule sets the share of every later step; this is its value at the first.
+        hyper["mu"] = hyper["mu_peak"] / max(hyper["mu_warmup"], 1.0)
     return Algorithm(
         name=name,
         prepare=joined.prepare,
         weigh=objectives.weigh_tokens(choice.aggregation, norm=norm, imitation=choice.imitation),
         loss=objectives.token_objective(
             choice.loss.surrogate, kl=choice.kl if choice.kl_in == "loss" else None, critic="critic" in needs,
-            imitation=choice.imitation, perception=choice.perception,
+            imitation=choice.imitation, perception=choice.perception, clips=choice.loss.clips,
         ),
         hyper=hyper,
         needs=frozenset(needs),
@@ -296,33 +204,6 @@ def _scored(made: list[Part], choice: Choice) -> list[Part]:
     if choice.kl is not None:
         score.append(Part("reference_scores", stages.score_reference(), needs=frozenset({"reference"})))
     return [*score, *made]
-
-
-def keywords_of(makers: tuple[Maker, ...]) -> dict[str, Any]:
-    """Static keywords of the makers, with their types."""
-    return {name: kind for maker in makers for name, kind in _parameters(maker).items()}
-
-
-def _parameters(maker: Maker) -> dict[str, Any]:
-    hints = typing.get_type_hints(maker)
-    return {name: hints[name] for name in inspect.signature(maker).parameters}
-
-
-def call(maker: Maker, static: dict[str, Any]) -> Part:
-    """The maker's part, with those of the keywords that it has."""
-    own = inspect.signature(maker).parameters
-    return maker(**{key: value for key, value in static.items() if key in own})
-
-
-def check_static(name: str, keywords: dict[str, Any], static: dict[str, Any]) -> None:
-    """A part branches on its switches: a string such as ``"no"`` would be true."""
-    for key, value in static.items():
-        allowed = typing.get_args(keywords[key]) if typing.get_origin(keywords[key]) is not tuple else (tuple,)
-        allowed = allowed or (keywords[key],)
-        if float in allowed:
-            check_numbers({key: value})
-        elif type(value) not in allowed:
-            raise ValueError(f"{name}: {key} must be of type {allowed[0].__name__}, got {value!r}")
 
 
 def _numbers(choice: Choice, hyper: dict[str, float], needs: set[str]) -> dict[str, float]:

@@ -6,8 +6,9 @@ import inspect
 from typing import Any
 
 from agentrl_jax.algorithm import Algorithm
-from agentrl_jax.algorithms.compose import KINDS, compose
+from agentrl_jax.algorithms.compose import compose
 from agentrl_jax.algorithms.finishing import FINISH
+from agentrl_jax.algorithms.ingredients import KINDS
 from agentrl_jax.algorithms.preferences import PAIRS, RULES, prefer, unpaired
 from agentrl_jax.algorithms.presets import PRESETS, Preset, make, preset
 from agentrl_jax.surrogates import IMITATIONS, SURROGATES

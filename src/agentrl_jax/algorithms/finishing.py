@@ -34,10 +34,11 @@ def _where(condition: Array, new: PyTree, old: PyTree) -> PyTree:
 
 def _reset_reference(state: TrainState, metrics: Metrics, hyper: dict[str, Array]) -> TrainState:
     """ProRL: the reference becomes the policy and the optimiser forgets, every ``reset_every`` steps, or when the
-    divergence exceeds ``reset_kl``."""
+    divergence exceeds ``reset_kl``. ``reset_every=0``: never by the clock."""
     total, count = metrics["kl"]
     far = total > hyper["reset_kl"] * jnp.maximum(count, 1.0)
-    due = jnp.mod(state.step.astype(jnp.float32) + 1.0, jnp.maximum(hyper["reset_every"], 1.0)) < 0.5
+    every = hyper["reset_every"]
+    due = (every > 0) & (jnp.mod(state.step.astype(jnp.float32) + 1.0, jnp.maximum(every, 1.0)) < 0.5)
     now = far | due
     reference = _where(now, state.params["policy"], state.params["reference"])
     fresh = jax.tree.map(jnp.zeros_like, state.opt_state)
@@ -64,7 +65,7 @@ def _adapt_kl(state: TrainState, metrics: Metrics, hyper: dict[str, Array]) -> T
         hyper["kl_coef"], total / jnp.maximum(count, 1.0), target=hyper["kl_target"], horizon=hyper["kl_horizon"],
         count=episodes,
     )  # fmt: skip
-    return _set(state, kl_coef=coef)
+    return _set(state, kl_coef=jnp.where(count > 0, coef, hyper["kl_coef"]))
 
 
 def _adapt_entropy(state: TrainState, metrics: Metrics, hyper: dict[str, Array]) -> TrainState:
@@ -75,7 +76,11 @@ def _adapt_entropy(state: TrainState, metrics: Metrics, hyper: dict[str, Array])
         hyper["entropy_reserve"], total / jnp.maximum(count, 1.0), target=hyper["entropy_target"],
         step=hyper["entropy_step"],
     )  # fmt: skip
-    return _set(state, entropy_coef=applied, entropy_reserve=kept)
+    seen = count > 0
+    return _set(
+        state, entropy_coef=jnp.where(seen, applied, hyper["entropy_coef"]),
+        entropy_reserve=jnp.where(seen, kept, hyper["entropy_reserve"]),
+    )  # fmt: skip
 
 
 FINISH: dict[str, Finish] = {

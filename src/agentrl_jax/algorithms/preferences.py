@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from agentrl_jax import objectives, pairs, parts, preference, stages, trees
 from agentrl_jax.algorithm import Algorithm
-from agentrl_jax.algorithms.compose import Maker, call, check_static, keywords_of, named, override
+from agentrl_jax.algorithms.compose import override
+from agentrl_jax.algorithms.ingredients import Maker, call, check_static, keywords_of, named
 from agentrl_jax.checks import check_choice
 from agentrl_jax.objectives import Compared, Preference
 from agentrl_jax.parts import Part

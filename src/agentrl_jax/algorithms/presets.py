@@ -37,6 +37,9 @@ class Preset(NamedTuple):
 
 _SEQUENCE = {"aggregation": "seq-mean-token-sum", "ratio": "none", "clip": "none"}
 _GRPO = {"advantage": "group", "aggregation": "seq-mean-token-mean"}
+_MIXED = {
+    "advantage": "group", "scale": "none", "clip": "none", "aggregation": "seq-mean-token-sum-norm", "norm": 64.0,
+}  # fmt: skip
 _DAPO = {"eps_high": 0.28, "aggregation": "token-mean"}
 _PPO = {"advantage": "gae", "shaping": ("whiten",), "kl_in": "reward"}
 
@@ -63,12 +66,15 @@ PRESETS: dict[str, Preset] = {
         "Back to Basics",
         "Ahmadian et al., 2024, arXiv 2402.14740",
         {"advantage": "leave_one_out", "kl_in": "reward", **_SEQUENCE},
-        about="With ratio='product' and clip='ppo' it is TRL's form for several updates a step.",
+        about="With ratio='product', clip='ppo' and aggregation='seq-mean-token-mean' it is TRL's form for "
+        "several updates a step.",
+        deviates="The KL in the reward (.05 in TRL) is off by default.",
     ),
     "remax": Preset(
         "ReMax",
         "Li et al., 2023, arXiv 2310.10505",
         {"collect": "greedy_baseline", "advantage": "subtract_baseline", "ratio": "none", "clip": "none"},
+        deviates="The official code's KL in the reward is off by default.",
     ),
     "raft": Preset(
         "RAFT: Reward rAnked FineTuning",
@@ -118,7 +124,7 @@ PRESETS: dict[str, Preset] = {
         "VinePPO",
         "Kazemnejad et al., 2024, arXiv 2410.01679",
         {"collect": "vine", "advantage": "vine_advantage", "shaping": ("whiten",)},
-        "Steps are turns; the KL term of the paper (1e-4) is off by default.",
+        "Steps are turns; 4 continuations a step, not 9; the KL term of the paper (1e-4) is off by default.",
     ),
     "bilevel_ppo": Preset(
         "VAGEN", "Wang et al., 2025, arXiv 2510.16907", {"advantage": "bilevel_gae", "shaping": ("whiten",)}
@@ -142,7 +148,8 @@ PRESETS: dict[str, Preset] = {
         "DAPO",
         "Yu et al., 2025, arXiv 2503.14476",
         {**_DAPO, "collect": "refill", "filters": ("varied",), "reward": ("soft_overlong",)},
-        "Groups that stay alike after the last round are dropped; the paper samples on.",
+        "Groups that stay alike after the last round are dropped; the paper samples on. Lengths count all "
+        "tokens of a row.",
     ),
     "gspo": Preset(
         "Group Sequence Policy Optimization", "Zheng et al., 2025, arXiv 2507.18071", {**_GRPO, "ratio": "sequence"}
@@ -155,7 +162,12 @@ PRESETS: dict[str, Preset] = {
     "gmpo": Preset(
         "Geometric-Mean Policy Optimization", "Zhao et al., 2025, arXiv 2507.20673", {**_GRPO, "ratio": "geometric"}
     ),
-    "cispo": Preset("MiniMax-M1", "MiniMax, 2025, arXiv 2506.13585", {"clip": "cispo"}),
+    "cispo": Preset(
+        "MiniMax-M1",
+        "MiniMax, 2025, arXiv 2506.13585",
+        {"clip": "cispo"},
+        deviates="eps_high is DAPO's width; the paper tunes it.",
+    ),
     "sapo": Preset(
         "Soft Adaptive Policy Optimization", "Gao et al., 2025, arXiv 2511.20347", {**_GRPO, "clip": "sapo"}
     ),
@@ -191,21 +203,24 @@ PRESETS: dict[str, Preset] = {
         "Pass@K Policy Optimization",
         "Walder and Karkhanis, 2025, arXiv 2505.15201",
         {"advantage": "max_at_k"},
-        "From a secondary source.",
+        "The weights are of a sum over the group, the aggregation a mean: smaller by its size. From a secondary "
+        "source.",
     ),
     "gdpo": Preset("GDPO", "2026, arXiv 2601.05242", {"advantage": "gdpo"}, "Batch statistics count episodes."),
     "gigpo": Preset(
         "Group-in-Group Policy Optimization",
         "Feng et al., 2025, arXiv 2505.10978",
         {"advantage": "gigpo", "aggregation": "seq-mean-token-mean"},
-        "Episode statistics count episodes (the code: steps). The penalty of invalid actions is "
+        "Episode statistics count episodes (the code: steps). The KL (.01) is off by default. The penalty of "
+        "invalid actions is "
         "reward=('malformed_penalty',).",
     ),
     "turn_grpo": Preset(
         "Turn-Level Credit Assignment",
         "Zeng et al., 2025, arXiv 2505.11821",
         {"advantage": "turn_relative"},
-        "The paper's code has two turns; the form for K turns is ours, and equals it for two.",
+        "The paper's code has two turns; the form for K turns is ours, and equals it for two. Its KL is off by "
+        "default.",
     ),
     "step_grpo": Preset(
         "R1-VL",
@@ -230,7 +245,14 @@ PRESETS: dict[str, Preset] = {
     "starpo_s": Preset(
         "RAGEN",
         "Wang et al., 2025, arXiv 2504.20073",
-        {"advantage": "gae", "lambda_": 1.0, "filters": ("uncertain",), "eps_high": 0.28, "entropy_coef": 0.001},
+        {
+            "advantage": "gae",
+            "lambda_": 1.0,
+            "shaping": ("whiten",),
+            "filters": ("uncertain",),
+            "eps_high": 0.28,
+            "entropy_coef": 0.001,
+        },
     ),
     "greso": Preset(
         "Act Only When It Pays",
@@ -242,12 +264,12 @@ PRESETS: dict[str, Preset] = {
         "SRPO",
         "Zhang et al., 2025, arXiv 2504.14286",
         {"collect": "drop_solved", "pool": 1024, "filters": ("complete",)},
-        "One stage; from a secondary source.",
+        "One stage; overlong episodes are dropped, where the paper gives them advantage 0; from a secondary source.",
     ),
     "dars": Preset(
         "Depth-Breadth Synergy in RLVR",
         "Yang et al., 2025, arXiv 2508.13755",
-        {"advantage": "group", "scale": "none", "collect": "difficulty_rolls"},
+        {"advantage": "group", "scale": "none", "collect": "difficulty_rolls", "filters": ("varied",)},
         "Extra rolls come out of a fixed number of episodes, hardest tasks first.",
     ),
     "ghpo": Preset(
@@ -260,13 +282,15 @@ PRESETS: dict[str, Preset] = {
         "EDGE-GRPO",
         "Zhang et al., 2025, arXiv 2507.21848",
         {**_GRPO, "shaping": ("entropy_scaled",)},
-        "Entropy over written tokens, clamped, without gradient. Guided error correction is collect='hints'.",
+        "Entropy over written tokens, clamped, without gradient. Guided error correction is left out; "
+        "collect='hints' is the "
+        "nearest to it.",
     ),
     "grpo_roc": Preset(
         "rStar2-Agent",
         "Shang et al., 2025, arXiv 2508.20722",
-        {**_DAPO, "collect": "resample_correct"},
-        "Follows the official code where paper and code differ.",
+        {**_DAPO, "collect": "resample_correct", "draw": False},
+        "Follows the official code where paper and code differ (draw=True: the paper's sampling).",
     ),
     "skywork_ssb": Preset(
         "Skywork R1V2",
@@ -277,14 +301,14 @@ PRESETS: dict[str, Preset] = {
     "luffy": Preset(
         "LUFFY",
         "Yan et al., 2025, arXiv 2504.14945",
-        {"collect": "mixed_expert", "imitation": "luffy"},
-        "The expert is the environment's scripted teacher.",
+        {"collect": "mixed_expert", "imitation": "luffy", **_MIXED},
+        "The expert is the environment's scripted teacher. norm stands for the paper's constant width.",
     ),
     "rl_plus": Preset(
         "RL-PLUS",
         "Dong et al., 2025, arXiv 2508.00222",
-        {"collect": "mixed_expert", "imitation": "rl-plus", "advantage": "own_group"},
-        "Formula and power from the official repository.",
+        {"collect": "mixed_expert", "imitation": "rl-plus", **_MIXED, "entropy_coef": 0.001},
+        "Formula, power and recipe from the official repository; norm stands for its constant width.",
     ),
     "chord": Preset(
         "On-Policy RL Meets Off-Policy Experts",
@@ -308,7 +332,8 @@ PRESETS: dict[str, Preset] = {
         "Perception-Aware Policy Optimization",
         "Wang et al., 2025, arXiv 2507.06448",
         {**_GRPO, "perception": True},
-        "Bytes of observations are masked in place of patches of an image; the divergence is bounded.",
+        "Bytes of observations are masked in place of patches of an image; the divergence is bounded; no "
+        "double-entropy term.",
     ),
     "aspo": Preset(
         "Understanding Tool-Integrated Reasoning",
@@ -329,7 +354,10 @@ PRESETS: dict[str, Preset] = {
         "From a third-party implementation.",
     ),
     "top_entropy": Preset(
-        "Beyond the 80/20 Rule", "Wang et al., 2025, arXiv 2506.01939", {**_DAPO, "tokens": ("top_entropy",)}
+        "Beyond the 80/20 Rule",
+        "Wang et al., 2025, arXiv 2506.01939",
+        {**_DAPO, "tokens": ("top_entropy",)},
+        deviates="The paper's run is on all of DAPO; here with its clip and aggregation alone.",
     ),
     "clip_cov": Preset(
         "The Entropy Mechanism of RL",
@@ -361,6 +389,7 @@ PRESETS: dict[str, Preset] = {
         "Rafailov et al., 2023, arXiv 2305.18290; online: Guo et al., 2024, 2402.04792",
         {"loss": "dpo"},
         build=prefer,
+        deviates="Best against worst of a group; the online paper compares two samples.",
     ),
     "beta_dpo": Preset(
         "beta-DPO",
@@ -380,16 +409,16 @@ PRESETS: dict[str, Preset] = {
         "KTO: Model Alignment as Prospect Theoretic Optimization",
         "Ethayarajh et al., 2024, arXiv 2402.01306",
         {},
-        "The survey's expansion of the name (knowledge transfer) is wrong: it is Kahneman-Tversky.",
-        unpaired,
+        build=unpaired,
+        about="Kahneman-Tversky optimisation; the survey's expansion of the name is wrong.",
     ),
     "simpo": Preset("SimPO", "Meng, Xia and Chen, 2024, arXiv 2405.14734", {"loss": "simpo"}, build=prefer),
     "orpo": Preset(
         "ORPO",
         "Hong, Lee and Thorne, 2024, arXiv 2403.07691",
         {"loss": "orpo"},
-        "The likelihood is of the response alone. The survey's expansion of the name is wrong: it is odds ratio.",
-        prefer,
+        build=prefer,
+        about="Odds ratio; the survey's expansion of the name is wrong. The likelihood is of the response alone.",
     ),
     "cpo": Preset("CPO", "Xu et al., 2024, arXiv 2401.08417", {"loss": "cpo"}, build=prefer),
     "lcpo": Preset(
@@ -455,6 +484,8 @@ def make(name: str, **options: Any) -> Algorithm:
         return found.build(name, **_checked(name, found, known, found.options | options))
     structure = set(inspect.signature(compose).parameters)
     own = {key: value for key, value in found.options.items() if key in structure}
+    if "aggregation" in options and "norm" not in options:
+        own.pop("norm", None)
     # A number of the preset goes with its ingredient: where that was replaced, nothing reads it.
     rest = {key: value for key, value in found.options.items() if key not in structure}
     return compose(name, **(own | options), defaults=rest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_jax import objectives, parts, surrogates
+from agentrl_jax import objectives, parts, stages, surrogates
 from agentrl_jax.algorithm import Algorithm, Tools
 from agentrl_jax.types import Array, PyTree, Trajectory
 
@@ -16,7 +16,7 @@ def behavior_cloning(
     name: str = "behavior_cloning", *, aggregation: str = "token-mean", norm: float | None = None
 ) -> Algorithm:
     """``-log pi`` of the expert's tokens, observations masked, through the same token stream as sampling."""
-    joined = parts.join((), teacher=True)
+    joined = parts.join([parts.Part("scores", stages.score_policy())], teacher=True)
     return Algorithm(
         name=name,
         prepare=joined.prepare,
