@@ -62,7 +62,10 @@ def test_choices_are_what_compose_takes():
         ({"finish": "anneal_imitation"}, "anneal_imitation needs an imitation that is mixed in"),
         ({"finish": "x"}, "Unknown finish 'x'. Known: reset_reference"),
         ({"advantage": "gae", "replay": "replay", "capacity": 8}, "replay does not go with a critic's advantage"),
-        ({"shaping": "ktae_shaped", "collect": "difficulty_rolls"}, "difficulty_rolls makes larger groups"),
+        (
+            {"shaping": "ktae_shaped", "collect": "difficulty_rolls"},
+            "larger than group_size, up to which ktae_shaped counts",
+        ),
         ({"lambda_": 0.9}, r"custom has no option \['lambda_'\]; it has: "),
         ({"eps_low": "x"}, "eps_low must be a number, got 'x'"),
         ({"aggregation": "mean"}, "Unknown aggregation mode 'mean'"),

@@ -13,6 +13,7 @@ from tiny import CODEC, POLICY, params
 
 from agentrl_jax import algorithms, groups, objectives, scoring, stages, update
 from agentrl_jax.algorithm import Shape
+from agentrl_jax.algorithms.preferences import RULES
 from agentrl_jax.types import Score
 
 KEY = jax.random.key(0)
@@ -305,13 +306,15 @@ def test_the_preference_loss_is_that_of_kept_pairs_alone():
     logp = jnp.where(b.mask, logp, jnp.nan)
     scores = {"policy": Score(logp, jnp.zeros_like(logp), jnp.zeros_like(logp), jnp.zeros(logp.shape[:-1]))}
     hyper = {"beta": jnp.float32(0.1), "label_smoothing": jnp.float32(0.0)}
-    loss, metrics = objectives.preference_objective(scores, b, hyper)
+    loss, metrics = objectives.preference_objective(RULES["dpo"].loss)(scores, b, hyper)
     h = np.asarray([1.0, -1.0])
     np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp(-0.1 * h))), rtol=1e-5)
     np.testing.assert_allclose(metrics["margin"], (0.0, 2), atol=1e-6)
     assert metrics["preference_accuracy"] == (1, 2)
     slope = jax.grad(
-        lambda x: objectives.preference_objective({"policy": scores["policy"]._replace(logp=x)}, b, hyper)[0]
+        lambda x: objectives.preference_objective(RULES["dpo"].loss)(
+            {"policy": scores["policy"]._replace(logp=x)}, b, hyper
+        )[0]
     )(logp)
     sigma = 1 / (1 + np.exp(0.1 * h))
     np.testing.assert_allclose(slope[:2, :, 0, 0], np.stack([-sigma, sigma], 1) * 0.1 / 2, rtol=1e-5)

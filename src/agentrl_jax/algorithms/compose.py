@@ -86,6 +86,9 @@ def compose(
         "collect": collect, "reward": reward, "filters": filters, "advantage": advantage, "shaping": shaping,
         "tokens": tokens, "replay": replay,
     }  # fmt: skip
+    if not isinstance(aggregation, str):
+        raise ValueError(f"{name}: aggregation must be of type str, got {aggregation!r}")
+    check_numbers({} if norm is None else {"norm": norm})
     check_choice("kl_in", kl_in, ("loss", "reward"))
     kl, options = _divergence(kl, kl_in, options)
     finish = _names(finish)
