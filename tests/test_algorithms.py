@@ -29,8 +29,10 @@ ENV = envs.make("probe_observation")
 def test_unknown_names_list_what_exists():
     with pytest.raises(ValueError, match=r"unknown algorithm 'gpro'; known: archer, .*grpo, .*rloo"):
         algorithms.make("gpro")
-    with pytest.raises(ValueError, match=r"grpo has no option \['clip'\]; it has: eps_low, eps_high, kl_coef"):
-        algorithms.make("grpo", clip=0.1)
+    with pytest.raises(
+        ValueError, match=r"grpo has no option \['clop'\]; it has: eps_low, eps_high, entropy_coef, coll"
+    ):
+        algorithms.make("grpo", clop=0.1)
 
 
 def test_options_become_traced_numbers():
