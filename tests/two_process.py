@@ -20,7 +20,7 @@ import numpy as np
 
 from agentrl_jax import codecs, envs, models, objectives, parallel, stages, train
 from agentrl_jax import metrics as metrics_lib
-from agentrl_jax.algorithms import ppo
+from agentrl_jax.algorithms import make
 from agentrl_jax.types import Start
 from agentrl_jax.update import UpdateConfig
 
@@ -71,7 +71,7 @@ def _reward(memory, batch, tools, hyper, key):
     return memory, batch._replace(traj=traj._replace(reward=reward)), {}
 
 
-def _memory(key):
+def _memory(key, shape):
     rows = EPISODES * CONFIG.segments
     shape = (rows, CONFIG.max_tokens)
     return {
@@ -81,7 +81,7 @@ def _memory(key):
 
 
 # PPO, since it has statistics over the whole batch (whitening), a value head, and a mean over ragged tokens.
-ALGORITHM = ppo()._replace(
+ALGORITHM = make("ppo")._replace(
     init=_memory,
     collect=_collect,
     prepare=stages.chain(_reward, stages.score_policy(always=True), stages.gae(), stages.whiten()),
