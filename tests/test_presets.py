@@ -10,7 +10,7 @@ import pytest
 from quiz import ENV, fluent
 from tiny import CODEC, POLICY
 
-from agentrl_jax import TrainConfig, UpdateConfig, algorithms, envs, make_hyper, make_init, make_step, metrics
+from agentrl_jax import TrainConfig, UpdateConfig, algorithms, envs, make_hyper, make_init, make_step, metrics, train
 
 NAMES = algorithms.names()
 SURVEY = (
@@ -41,6 +41,10 @@ def small(name):
     return algorithms.make(name, **options)
 
 
+CORE = {
+    "reward", "success", "turns", "length", "written", "truncated", "cut_actions", "tokens", "entropy", "loss",
+    "loss_tokens", "kl_old", "max_logp_gap", "grad_norm", "skipped_updates", "learning_rate", "logp", "thinking",
+}  # fmt: skip
 CONFIG = TrainConfig(episodes=8, group_size=4, slots=8, max_tokens=20, update=UpdateConfig(optimizer="sgd"))
 
 
@@ -73,8 +77,13 @@ def test_a_preset_takes_a_whole_step(name):
     hyper = make_hyper(algorithm, env, learning_rate=0.1)
     state = make_init(POLICY, CODEC, env, algorithm, CONFIG)(jax.random.key(3), hyper, fluent())
     step = jax.jit(make_step(POLICY, CODEC, env, algorithm, CONFIG))
-    before = jax.tree.map(np.asarray, state.params["policy"])
+    before, first = jax.tree.map(np.asarray, state.params["policy"]), state
     state, found = step(state)
+    assert set(found) >= CORE, set(CORE) - set(found)
+    assert set(found) - {"thinking", *dict(env.spec.info)} <= set(train.RESERVED)
+    # A state of the same types goes in and out, weak types too: a second step compiles nothing.
+    kind = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)  # noqa: E731
+    assert kind(first) == kind(state)
     numbers = {k: float(v) for k, v in metrics.finalize(found).items()}
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params)), name
     assert np.isfinite([v for k, v in numbers.items() if not np.isnan(v)]).all() and numbers["skipped_updates"] == 0

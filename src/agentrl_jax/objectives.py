@@ -118,11 +118,13 @@ def token_objective(
             metrics["kl"] = metrics_lib.masked(jax.lax.stop_gradient(penalty), batch.mask)
         if perception:
             x = x - hyper["perception_coef"] * jnp.where(own, _perception(score, batch, hyper, metrics), 0.0)
+        error = _value_error(score, batch, hyper, metrics) if critic else jnp.zeros_like(x)
+        if critic and "value_weight" not in batch.extra:
+            x = x + hyper["value_coef"] * error
         total = weighted(batch, x)
-        if critic:
-            error = _value_error(score, batch, hyper, metrics)
-            weight = batch.extra.get("value_weight", batch.weight)
-            total = total + hyper["value_coef"] * jnp.sum(weight * jnp.where(batch.mask, error, 0.0))
+        if "value_weight" in batch.extra:
+            apart = jnp.sum(batch.extra["value_weight"] * jnp.where(batch.mask, error, 0.0))
+            total = total + hyper["value_coef"] * apart
         if imitation is not None and imitation.kind == "add":
             right = jnp.where(batch.mask, imitation.loss(score, batch, hyper), 0.0)
             total = total + hyper["nll_coef"] * jnp.sum(batch.extra["imitation_weight"] * right)
