@@ -54,6 +54,10 @@ def fluent(seed: int = 0):
     """Parameters that mostly write one of the three letters, and end the action after it."""
     p = params(seed)
     bias = (
-        jnp.full(CODEC.vocab_size, -6.0).at[jnp.asarray([ord(c) for c in "abc"])].set(1.0).at[CODEC.end_action].set(1.5)
+        jnp.full(CODEC.vocab_size, -6.0, jnp.float32)
+        .at[jnp.asarray([ord(c) for c in "abc"])]
+        .set(1.0)
+        .at[CODEC.end_action]
+        .set(1.5)
     )
     return p | {"bias": bias}

@@ -192,7 +192,7 @@ def test_an_evaluation_may_play_another_environment(run):
         (["--width=0"], "lower bound|positive|>= 1"),
         (["--learning_rate=-1"], "lower bound|non-negative|>= 0"),
         (["--heads=3"], "width=128 is not a multiple of heads=3"),
-        (["--kv_heads=3"], "kv_heads=3 must divide heads=4"),
+        (["--kv_heads=3"], "kv_heads=3 must divide heads=8"),
         (["--schedule=step"], "constant"),
         (["--dtype=int8"], "float32"),
         (["--episodes=100"], r"episodes \(100\) must be a multiple of group_size"),
