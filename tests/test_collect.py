@@ -236,7 +236,7 @@ def oversampled(part):
 
 
 def test_the_tidiest_correct_episodes_of_a_larger_group_stay():
-    """In proportion: of groups of eight, by the penalty 1/2 without a call, else 1 for an error and 0 without one."""
+    """In proportion: of groups of eight, by the penalty 1/2 without a call, else the share of calls that did not parse."""
 
     play = oversampled(collect.resample_correct(2, draw=False))
     for seed in range(3):
@@ -247,7 +247,8 @@ def test_the_tidiest_correct_episodes_of_a_larger_group_stay():
             of = np.flatnonzero(many.group == g)
             right = many.reward[of].sum(1)
             calls, errors = (many.steps[x][of].sum(1) for x in ("tool_calls", "malformed"))
-            order = np.argsort(np.where(calls > 0, errors, 0.5), kind="stable")
+            tried = calls + errors  # The environment counts as calls those that parse.
+            order = np.argsort(np.where(tried > 0, errors / np.maximum(tried, 1), 0.5), kind="stable")
             number = round(right.sum() * 4 / 8)
             keep = [i for i in order if right[i]][:number] + [i for i in order if not right[i]][: 4 - number]
             np.testing.assert_array_equal(traj.tokens[traj.group == g], many.tokens[of[np.sort(keep)]])
