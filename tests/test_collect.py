@@ -236,7 +236,7 @@ def oversampled(part):
 
 
 def test_the_tidiest_correct_episodes_of_a_larger_group_stay():
-    """In proportion: of groups of eight, by the penalty 1/2 without a call, else the share of calls that did not parse."""
+    """In proportion: of groups of eight, by the penalty 1/2 without a call, else the share that did not parse."""
 
     play = oversampled(collect.resample_correct(2, draw=False))
     for seed in range(3):
