@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quiz
 
 from agentrl_jax.envs import (
     Environment,
@@ -16,12 +17,13 @@ from agentrl_jax.envs import (
     held_out,
     make,
     mixture,
+    noisy_reward,
     turn_limit,
     with_reward,
 )
 from agentrl_jax.envs.transforms import check_split, is_test
 from agentrl_jax.text import format_int, hash_, literal, to_str
-from agentrl_jax.types import TimeStep
+from agentrl_jax.types import Text, TimeStep
 
 
 class Count(NamedTuple):
@@ -292,3 +294,23 @@ def test_held_out_refuses_other_splits(args, message):
         held_out(NUMBERS, *args)
     with pytest.raises(ValueError, match="split already"):
         held_out(held_out(NUMBERS), "test")
+
+
+def test_a_noisy_reward_hides_the_exact_one_and_keeps_it():
+    env, noisy = quiz.ENV, noisy_reward(quiz.ENV, 0.5)
+    assert noisy is noisy_reward(quiz.ENV, 0.5) and noisy.name == "noisy_reward(quiz,0.5)"
+    state, _ = noisy.reset(jax.random.key(0), ())
+    answer = Text(jnp.asarray([state[0], 0], jnp.uint8), jnp.int32(1))
+    call = Text(jnp.asarray([ord("c"), 0], jnp.uint8), jnp.int32(1))
+    step = jax.jit(jax.vmap(lambda key, action: noisy.step(key, state, action, ())[1], (0, None)))
+    keys = jax.random.split(jax.random.key(1), 2000)
+    last, first = step(keys, answer), step(keys, call)
+    assert (np.asarray(last.info["exact_reward"]) == 1).all() and last.terminated.all()
+    np.testing.assert_allclose([np.mean(last.reward), np.std(last.reward)], [1.0, 0.5], atol=0.05)
+    # An estimate is of a whole answer: nothing is paid, and no noise made, on the way.
+    assert not np.asarray(first.reward).any() and not np.asarray(first.terminated).any()
+    assert float(env.step(keys[0], state, answer, ())[1].reward) == 1
+    with pytest.raises(ValueError, match="std must be at least 0"):
+        noisy_reward(quiz.ENV, -1.0)
+    with pytest.raises(ValueError, match="its info has exact_reward already"):
+        noisy_reward(noisy)

@@ -1,6 +1,9 @@
 """Who earned it: the parts that give every written token its advantage.
 
-Each function makes a ``Part``. Static choices are its keywords; numbers it reads are the part's ``hyper``.
+Each function makes a ``Part``. Static choices are its keywords; numbers it reads are the part's ``hyper``. The
+estimators themselves, with shapes, degenerate cases and sources, are those of ``advantages``, ``groups``,
+``group_shaping`` and ``key_tokens`` of the same name; a part applies one to the episodes of a batch and fills
+``Batch.adv`` ``[B, T]`` (with a critic ``Batch.target`` too).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import advantages, group_shaping, groups, key_tokens, masked, stages
+from agentrl_jax import advantages, episodes, group_shaping, groups, key_tokens, masked, stages
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.algorithm import Shape, Tools
 from agentrl_jax.checks import check_above, check_choice
@@ -139,7 +142,7 @@ def gdpo(*, parts: tuple[str, ...] = ("success", "malformed"), weights: tuple[fl
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del hyper
         _, ids, played = stages.episodes(batch, tools)
-        each = [jnp.sum(turn_steps(batch, tools, name).astype(jnp.float32), axis=1) for name in parts]
+        each = [episodes.total(batch.traj, name, tools.segments) for name in parts]
         adv = groups.gdpo(jnp.stack(each, 1), jnp.asarray(weights), ids, tools.episodes, where=played)
         return stages.broadcast(batch, adv, tools), stages.zero_variance(batch, tools)
 
@@ -351,7 +354,7 @@ def aspo_shaped() -> Part:
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         _, ids, played = stages.episodes(batch, tools)
         calls = turn_steps(batch, tools, "tool_calls").astype(jnp.float32) > 0
-        right = jnp.sum(turn_steps(batch, tools, "success").astype(jnp.float32), axis=1) > 0.5
+        right = episodes.right(batch.traj, tools.segments)
         first = jnp.argmax(calls, axis=1)[:, None]
         turn, mask = (stages.sequences(x, tools) for x in (batch.traj.turn, batch.mask))
         # Positions count written tokens: how much the agent had said before it first called.
@@ -373,7 +376,7 @@ def ktae_shaped(*, ktae_alpha: float = 1.0, ktae_beta: float = 1.0, ktae_top: fl
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del hyper
         _, ids, _ = stages.episodes(batch, tools)
-        right = jnp.sum(turn_steps(batch, tools, "success").astype(jnp.float32), axis=1) > 0.5
+        right = episodes.right(batch.traj, tools.segments)
         tokens, mask = (stages.sequences(x, tools) for x in (batch.traj.tokens, batch.mask))
         key = key_tokens.ktae(
             tokens, mask, right, ids, tools.episodes, vocab_size=tools.codec.vocab_size, max_group=tools.group_size,

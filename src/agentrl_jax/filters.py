@@ -1,7 +1,8 @@
 """What is left out: parts that clear ``Batch.mask`` (drop), re-draw episodes, or weigh tokens down.
 
 A dropped token leaves numerator and denominator; a token weighed down stays in the denominator. Statistics of the
-advantage count every episode that was played, dropped or not.
+advantage count every episode that was played, dropped or not. Formulas with their sources are those of ``selection``,
+``entropy`` and ``importance``; here they meet a batch: masks ``bool[B, T]``, one answer an episode ``bool[N]``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from agentrl_jax import entropy as entropy_lib
-from agentrl_jax import groups, importance, scoring, selection, stages
+from agentrl_jax import episodes, groups, importance, scoring, selection, stages
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.algorithm import Tools
 from agentrl_jax.checks import check_choice
@@ -37,18 +38,13 @@ def _keep_episodes(
     return Part(name, pure(function), hyper=hyper or {}, needs=frozenset(needs))
 
 
-def _environment_return(batch: Batch, tools: Tools) -> Array:
-    """What the environment paid, whatever stages made of it, ``[N]``."""
-    return jnp.sum(stages.sequences(batch.traj.steps["reward"], tools), axis=1)
-
-
 def varied() -> Part:
     """Drops groups that the environment pays all alike: they would only swell the denominators."""
 
     def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
         del hyper
         _, ids, played = stages.episodes(batch, tools)
-        return groups.varied(_environment_return(batch, tools), ids, tools.episodes, where=played)
+        return groups.varied(episodes.returns(batch.traj, tools.segments), ids, tools.episodes, where=played)
 
     return _keep_episodes("varied", keep, needs=("group",))
 
@@ -63,26 +59,26 @@ def complete() -> Part:
     return _keep_episodes("complete", keep)
 
 
-def uncertain() -> Part:
-    """Keeps the ``uncertain_fraction`` of groups whose returns differ most."""
+def _keep_groups(name: str, select: Callable[..., Array], number: str, default: float) -> Part:
+    """Keeps the groups that ``select(returns, group, num_groups, where, number)`` names; the environment's returns."""
 
     def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
         _, ids, played = stages.episodes(batch, tools)
-        ret = _environment_return(batch, tools)
-        return selection.uncertain_groups(ret, ids, tools.episodes, fraction=hyper["uncertain_fraction"], where=played)
+        return select(episodes.returns(batch.traj, tools.segments), ids, tools.episodes, played, hyper[number])
 
-    return _keep_episodes("uncertain", keep, hyper={"uncertain_fraction": 0.25}, needs=("group",))
+    return _keep_episodes(name, keep, hyper={number: default}, needs=("group",))
+
+
+def uncertain() -> Part:
+    """Keeps the ``uncertain_fraction`` of groups whose returns differ most."""
+    select = lambda ret, ids, n, who, x: selection.uncertain_groups(ret, ids, n, fraction=x, where=who)  # noqa: E731
+    return _keep_groups("uncertain", select, "uncertain_fraction", 0.25)
 
 
 def uncertain_mass() -> Part:
     """Keeps the fewest groups, most different first, that hold ``uncertain_mass`` of all deviation (RAGEN-2)."""
-
-    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
-        _, ids, played = stages.episodes(batch, tools)
-        ret = _environment_return(batch, tools)
-        return selection.uncertain_mass(ret, ids, tools.episodes, mass=hyper["uncertain_mass"], where=played)
-
-    return _keep_episodes("uncertain_mass", keep, hyper={"uncertain_mass": 0.9}, needs=("group",))
+    select = lambda ret, ids, n, who, x: selection.uncertain_mass(ret, ids, n, mass=x, where=who)  # noqa: E731
+    return _keep_groups("uncertain_mass", select, "uncertain_mass", 0.9)
 
 
 def best_of_group() -> Part:
@@ -91,7 +87,7 @@ def best_of_group() -> Part:
     def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
         del hyper
         _, ids, played = stages.episodes(batch, tools)
-        ret = _environment_return(batch, tools)
+        ret = episodes.returns(batch.traj, tools.segments)
         lowest = jnp.min(jnp.where(played, ret, jnp.inf))
         return selection.best_of_group(ret, ids, tools.episodes, where=played) & (ret > lowest)
 
@@ -103,7 +99,7 @@ def correct() -> Part:
 
     def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
         del hyper
-        return jnp.sum(stages.sequences(batch.traj.steps["success"], tools).astype(jnp.float32), axis=1) > 0.5
+        return episodes.right(batch.traj, tools.segments)
 
     return _keep_episodes("correct", keep, needs=("parts:success",))
 
@@ -211,7 +207,7 @@ def mark_correct() -> Part:
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del hyper
-        right = jnp.sum(stages.sequences(batch.traj.steps["success"], tools).astype(jnp.float32), axis=1) > 0.5
+        right = episodes.right(batch.traj, tools.segments)
         mark = jnp.broadcast_to(stages.episode_rows(right, tools)[:, None], batch.mask.shape)
         return batch._replace(extra={**batch.extra, "correct": mark}), {}
 

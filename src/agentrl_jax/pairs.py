@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import credit, preference, scoring, stages
+from agentrl_jax import credit, episodes, preference, scoring, stages
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.algorithm import Shape, Tools
 from agentrl_jax.parts import Part
@@ -28,7 +28,7 @@ def shortest_against_longest(*, all_correct: bool = True) -> Part:
     ) -> tuple[PyTree, Batch, Metrics]:
         del hyper, key
         _, group, played = stages.episodes(batch, tools)
-        right = jnp.sum(stages.sequences(batch.traj.steps["success"], tools).astype(jnp.float32), axis=1) > 0.5
+        right = episodes.right(batch.traj, tools.segments)
         member = (group == jnp.arange(tools.groups, dtype=group.dtype)[:, None]) & played
         able = member & right
         length = credit.written(batch, tools)

@@ -1,6 +1,7 @@
 """What an episode is paid besides its environment's reward: parts that add to ``traj.reward``.
 
-A reward stands on the last written token of the turn that earned it, so estimators of any kind see it.
+A reward stands on the last written token of the turn that earned it, so estimators of any kind see it. Sources stand
+with the presets that use a part (``algorithms.describe``).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import advantages, credit, selection, stages
+from agentrl_jax import advantages, credit, episodes, selection, stages
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.algorithm import Tools
 from agentrl_jax.checks import check_choice
@@ -32,10 +33,6 @@ def add_episode_reward(batch: Batch, reward: Array, tools: Tools) -> Batch:
     turns = jnp.arange(tools.max_turns)
     last = turns == jnp.max(jnp.where(played, turns, -1), axis=1)[:, None]
     return add_turn_rewards(batch, jnp.where(last, reward[:, None], 0.0), tools)
-
-
-def _total(batch: Batch, tools: Tools, name: str) -> Array:
-    return jnp.sum(credit.turn_steps(batch, tools, name).astype(jnp.float32), axis=1)
 
 
 def soft_overlong() -> Part:
@@ -76,8 +73,8 @@ def step_reward(*, key_step: str = "tool_calls", validity: str = "answered") -> 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         turns = jnp.sum(credit.played_turns(batch, tools), axis=1, dtype=jnp.float32)
         # The last turn answers: it cannot be a step towards the answer.
-        share = jnp.clip(_total(batch, tools, key_step) / jnp.maximum(turns - 1.0, 1.0), 0.0, 1.0)
-        extra = hyper["step_alpha"] * share + jnp.clip(_total(batch, tools, validity), 0.0, 1.0)
+        share = jnp.clip(episodes.total(batch.traj, key_step, tools.segments) / jnp.maximum(turns - 1.0, 1.0), 0.0, 1.0)
+        extra = hyper["step_alpha"] * share + jnp.clip(episodes.total(batch.traj, validity, tools.segments), 0.0, 1.0)
         return add_episode_reward(batch, extra, tools), {"dense_reward": metrics_lib.masked(extra, turns > 0)}
 
     needs = frozenset({f"parts:{key_step}", f"parts:{validity}"})
@@ -93,8 +90,8 @@ def posterior_reward(*, form: str = "answered", quality: str = "tool_calls") -> 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del hyper
         _, _, played = stages.episodes(batch, tools)
-        ret = _total(batch, tools, "reward")
-        part = lambda name: jnp.clip(_total(batch, tools, name), 0.0, 1.0)  # noqa: E731
+        ret = episodes.returns(batch.traj, tools.segments)
+        part = lambda name: jnp.clip(episodes.total(batch.traj, name, tools.segments), 0.0, 1.0)  # noqa: E731
         extra = part(form) + ret * part(quality)
         return add_episode_reward(batch, extra, tools), {"dense_reward": metrics_lib.masked(extra, played)}
 

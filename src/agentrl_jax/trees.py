@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import advantages, branching, group_shaping, preference, scoring, selection, stages
+from agentrl_jax import advantages, branching, credit, group_shaping, preference, scoring, selection, stages
 from agentrl_jax.algorithm import Tools
 from agentrl_jax.checks import check_at_least, check_choice
 from agentrl_jax.masked import fill, masked_sum
@@ -101,28 +101,17 @@ def vine_advantage() -> Part:
     def stage(
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
     ) -> tuple[PyTree, Batch, Metrics]:
-        del tools, key
+        del key
         traj = batch.traj
         if not isinstance(traj.record, dict) or "mc_value" not in traj.record:
             raise ValueError("vine_advantage needs the values that the collector vine keeps in traj.record")
         value = traj.record["mc_value"][:, :-1]
         estimate = functools.partial(advantages.step_advantage, discount=hyper["discount"])
-        adv = jax.vmap(estimate)(_turn_rewards(traj), value, branching.turn_starts(traj) >= 0)
+        adv = jax.vmap(estimate)(credit.turn_rewards(batch, tools), value, branching.turn_starts(traj) >= 0)
         adv = jax.vmap(advantages.spread_turns)(adv, traj.turn, batch.mask)
         return memory, batch._replace(adv=adv, traj=traj._replace(record=None)), {}
 
     return Part("vine_advantage", stage, hyper={"discount": 1.0}, needs=_ONE_ROW)
-
-
-def _turn_rewards(traj: Trajectory) -> Array:
-    """What every turn earned, stages included: ``float32[B, K]``."""
-    turns = traj.steps["played"].shape[1]
-
-    def one(reward: Array, mask: Array, turn: Array) -> Array:
-        earned = advantages.place_reward(reward, mask)
-        return jax.ops.segment_sum(earned, jnp.where(mask, turn, turns), turns)
-
-    return jax.vmap(one)(traj.reward, traj.mask, traj.turn)
 
 
 def tree(roots: int, *, rule: str = "uniform") -> Part:

@@ -86,22 +86,29 @@ def compose(
         "collect": collect, "reward": reward, "filters": filters, "advantage": advantage, "shaping": shaping,
         "tokens": tokens, "replay": replay,
     }  # fmt: skip
-    if not isinstance(aggregation, str):
-        raise ValueError(f"{name}: aggregation must be of type str, got {aggregation!r}")
-    check_numbers({} if norm is None else {"norm": norm})
-    check_choice("kl_in", kl_in, ("loss", "reward"))
+    _check_own(name, aggregation, norm, kl_in, finish)
     kl, options = _divergence(kl, kl_in, options)
-    finish = _names(finish)
-    for key in finish:
-        check_choice("finish", key, tuple(FINISH))
     choice = Choice(
         makers=tuple(maker for kind, value in named.items() for maker in _pick(kind, value)),
         loss=surrogate(ratio, clip),
         imitation=None if imitation is None else _known("imitation", imitation, IMITATIONS),
-        kl=kl, kl_in=kl_in, correction=correction, perception=perception, aggregation=aggregation, finish=finish,
+        kl=kl, kl_in=kl_in, correction=correction, perception=perception, aggregation=aggregation,
+        finish=_names(finish),
     )  # fmt: skip
     check_fit(choice, ratio)
     return _assemble(name, choice, norm, dict(defaults), options)
+
+
+def _check_own(
+    name: str, aggregation: str, norm: float | None, kl_in: str, finish: str | tuple[str, ...] | None
+) -> None:
+    """Refuses values of ``compose``'s own keywords that no table looks up."""
+    if not isinstance(aggregation, str):
+        raise ValueError(f"{name}: aggregation must be of type str, got {aggregation!r}")
+    check_numbers({} if norm is None else {"norm": norm})
+    check_choice("kl_in", kl_in, ("loss", "reward"))
+    for key in _names(finish):
+        check_choice("finish", key, tuple(FINISH))
 
 
 def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
