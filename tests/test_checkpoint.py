@@ -118,6 +118,16 @@ def test_round_trip_is_bit_exact(tmp_path):
         assert_same(manager.restore(jax.eval_shape(lambda: arrays)).state, arrays)
 
 
+def test_a_relative_folder_is_as_good_as_an_absolute_one(tmp_path, monkeypatch):
+    """A run's folder is `runs/NAME` to whoever types it."""
+    monkeypatch.chdir(tmp_path)
+    state = make_state(3)
+    with Checkpoints(Path("runs/a")) as manager:
+        manager.save(3, state, {}, wait=True)
+    assert_same(restore(Path("runs/a"), state).state, state)
+    assert_same(restore(tmp_path / "runs" / "a", state).state, state)
+
+
 def test_restores_in_another_process(tmp_path):
     """P46: typed keys of several shapes and implementations come back with dtype, implementation and stream."""
     state = {

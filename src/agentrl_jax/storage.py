@@ -25,19 +25,21 @@ def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
 
     # The extra entry keeps a state without arrays from being an empty tree, which Orbax refuses.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
-        writer.save(path, args=ocp.args.PyTreeSave(arrays | {"format": np.asarray(1)}))
+        writer.save(path.absolute(), args=ocp.args.PyTreeSave(arrays | {"format": np.asarray(1)}))
 
 
 def load_arrays(path: Path, leaves: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Arrays by leaf path, after the storage's own headers agree with the manifest."""
     import orbax.checkpoint as ocp
 
+    # Of a relative path Orbax gives no metadata.
+    where = path.absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        headers = _guard(path, lambda: reader.metadata(path).item_metadata.tree)
+        headers = _guard(path, lambda: reader.metadata(where).item_metadata.tree)
         for leaf in leaves:
             _check_header(path, leaf, headers.get(leaf["name"]))
         restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in headers}
-        stored = _guard(path, lambda: reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args)))
+        stored = _guard(path, lambda: reader.restore(where, args=ocp.args.PyTreeRestore(restore_args=restore_args)))
     return {leaf["path"]: np.asarray(stored[leaf["name"]]) for leaf in leaves}
 
 
