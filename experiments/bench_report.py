@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
       budget: tokens of a run.
       seconds: wall time of the pair: wait (for the compiler), train, evaluate; beside them compile, in the background.
       note: what is to be said of the environment's tasks.
+      agreement: mean cosine of the first gradients of the seeds; None with one seed.
     """
 
     arena: str
@@ -44,6 +45,7 @@ class Outcome(NamedTuple):
     budget: int
     seconds: dict[str, float]
     note: str = ""
+    agreement: float | None = None
 
     @property
     def success(self) -> np.ndarray:
@@ -65,7 +67,7 @@ def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
         evals = {name: np.array([[e[name] for e in seed] for seed in rows], np.float64) for name in names}
         passes = {int(k): np.array([[e["pass"][k] for e in seed] for seed in rows]) for k in rows[0][0]["pass"]}
         steps = tuple(seed["steps"] for seed in group["seeds"])
-        about = result["budget"], result["seconds"], result["note"]
+        about = result["budget"], result["seconds"], result["note"], group["agreement"]
         found.append(Outcome(result["arena"], group["label"], evals, passes, steps, *about))
     return found
 
@@ -101,12 +103,20 @@ def summary(outcome: Outcome, baseline: Outcome | None, bar: float) -> dict[str,
         "greedy": float(outcome.evals["greedy"][:, -1].mean()), "better": better, "to_bar": at_bar(outcome, bar),
         "pass": {k: float(x[:, -1].mean()) for k, x in outcome.passes.items()},
         **{name: float(outcome.evals[name][:, -1].mean()) for name in ("entropy", "length", "written", "kl_start")},
-        "zero_variance": _over_run(outcome, "zero_variance"), "steps": float(outcome.evals["step"][:, -1].mean()),
+        "written_by": {kind: _among(outcome, f"written_{kind}") for kind in ("solved", "failed")},
+        "agreement": outcome.agreement, "zero_variance": _over_run(outcome, "zero_variance"),
+        "steps": float(outcome.evals["step"][:, -1].mean()),
         "tokens": float(outcome.evals["used"][:, -1].mean()), "complete": bool(
             np.all(outcome.evals["used"][:, -1] >= outcome.budget)
         ),
         "seconds": {**outcome.seconds, "all": sum(outcome.seconds[name] for name in ("wait", "train", "evaluate"))},
     }  # fmt: skip
+
+
+def _among(outcome: Outcome, name: str) -> float | None:
+    """Mean over the seeds that have the number at the end."""
+    last = outcome.evals[name][:, -1]
+    return float(np.mean(last[np.isfinite(last)])) if np.any(np.isfinite(last)) else None
 
 
 def _over_run(outcome: Outcome, name: str) -> float | None:
@@ -197,8 +207,9 @@ def markdown(numbers: Mapping[str, Any]) -> str:
         "over seeds with a 95 % percentile bootstrap interval (narrow for few seeds). P(better): the probability that "
         f"a run ends higher than one of `{numbers['baseline']}`, ties counting half. To the bar: median tokens until "
         f"held-out success is {numbers['bar']:.0%}, and the runs that reach it. Entropy and KL are in nats per token "
-        "at the end, KL against the weights all began from; length in tokens per episode; same reward: share of "
-        "training groups whose members were all paid alike, over the run.",
+        "at the end, KL against the weights all began from; length in tokens per episode, and written of them by the "
+        "agent in tries that solved the task and that failed; same reward: share of training groups whose members were "
+        "all paid alike, over the run; agreement: mean cosine between the seeds' first gradients, 1 without noise.",
     ]
     for arena, body in numbers["environments"].items():
         start = body["start"]
@@ -227,7 +238,7 @@ def markdown(numbers: Mapping[str, Any]) -> str:
 
 _COLUMNS = (
     "method", "success [95 %]", "mean", "greedy", "P(better) [95 %]", "to the bar", "entropy", "KL", "length",
-    "same reward", "steps", "wall s",
+    "written: solved", "failed", "same reward", "agreement", "steps", "wall s",
 )  # fmt: skip
 
 
@@ -236,14 +247,19 @@ def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         row["method"] + ("" if row["complete"] else " *"), _interval(row["iqm"]), _percent(row["mean"][0]),
         _percent(row["greedy"]), _interval(row["better"], ""), _cost(row["to_bar"]), f"{row['entropy']:.3f}",
-        f"{row['kl_start']:.3f}", f"{row['length']:.1f}", "-" if share is None else _percent(share),
-        f"{row['steps']:.0f}", f"{row['seconds']['all']:.0f}",
+        f"{row['kl_start']:.3f}", f"{row['length']:.1f}", *(_or_dash(x, "{:.1f}") for x in row["written_by"].values()),
+        "-" if share is None else _percent(share), _or_dash(row["agreement"], "{:.2f}"), f"{row['steps']:.0f}",
+        f"{row['seconds']['all']:.0f}",
     )  # fmt: skip
 
 
 def _cost(found: Mapping[str, Any]) -> str:
     middle = "-" if found["median"] is None else f"{found['median'] / 1000:.0f}k"
     return f"{middle} ({found['reached']}/{found['seeds']})"
+
+
+def _or_dash(x: float | None, form: str) -> str:
+    return "-" if x is None else form.format(x)
 
 
 def _percent(x: float) -> str:

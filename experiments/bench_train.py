@@ -13,6 +13,7 @@ import bench_grid
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from bench_grid import Arena, Options, Pair
 
 from agentrl_jax import algorithms, checkpoint, control, scoring, train
@@ -30,6 +31,8 @@ BUFFER = 16
 """Steps of a call: longer runs call again."""
 SOLVED = 0.999
 FOREVER = 2**31 - 1
+SOMETIMES = ("written_solved", "written_failed")
+"""Numbers of an evaluation that have no value where no try was of that kind."""
 
 
 class Lanes:
@@ -133,8 +136,9 @@ def run_to(advance: Lanes, states: PyTree, used: Array, target: int, limit: int)
 def make_judge(arena: Arena, test: Environment, options: Options) -> Callable[[tuple], dict[str, Array]]:
     """``(params, start params, env_params) -> numbers`` of the held-out tasks: the same tasks and keys at every call.
 
-    Greedy success, successes of the sampled tries by task, reward, length and turns of the sampled tries, and over
-    their tokens the entropy and ``mean(log pi - log pi_start)``, the divergence from the weights that all began from.
+    Greedy success, successes of the sampled tries by task, reward, length and turns of the sampled tries, tokens
+    written by those that solved and that failed (NaN where none did), and over their tokens the entropy and
+    ``mean(log pi - log pi_start)``, the divergence from the weights that all began from.
     """
     tries = 1 + options.eval_samples
     play = make_evaluate(
@@ -155,10 +159,12 @@ def make_judge(arena: Arena, test: Environment, options: Options) -> Callable[[t
         score = lambda p: scoring.score(arena.policy, p, view, batch, allowed=jnp.asarray(allowed))  # noqa: E731
         mine, first = score(params), score(start)
         mean = lambda x: jnp.sum(jnp.where(sampled, x, 0.0)) / jnp.maximum(jnp.sum(sampled), 1)  # noqa: E731
+        solved, written = found.success[:, 1:] >= SOLVED, found.written[:, 1:]
+        among = lambda tries: jnp.sum(jnp.where(tries, written, 0.0)) / jnp.sum(tries)  # noqa: E731
         rest = {name: getattr(found, name)[:, 1:].mean() for name in ("reward", "length", "written", "turns")}
         return rest | {
             "greedy": jnp.mean(found.success[:, 0] >= SOLVED),
-            "solved": jnp.sum(found.success[:, 1:] >= SOLVED, axis=1),
+            "solved": jnp.sum(solved, axis=1), "written_solved": among(solved), "written_failed": among(~solved),
             "entropy": mean(mine.entropy), "kl_start": mean(mine.logp - first.logp),
         }  # fmt: skip
 
@@ -166,11 +172,20 @@ def make_judge(arena: Arena, test: Environment, options: Options) -> Callable[[t
 
 
 def spelled(found: dict[str, Any], samples: int) -> dict[str, Any]:
-    """The numbers of one evaluation, pass@k in place of the successes: ``k`` = 1, 2, 4, ... and the samples."""
+    """The numbers of one evaluation, pass@k in place of the successes: ``k`` = 1, 2, 4, ... and the samples.
+
+    Raises:
+      FloatingPointError: a number is not finite that always has a meaning.
+    """
+    found = {name: None if name in SOMETIMES and np.isnan(x) else x for name, x in found.items()}
+    wrong = sorted(name for name, x in found.items() if x is not None and not np.all(np.isfinite(x)))
+    if wrong:
+        raise FloatingPointError(f"{wrong[0]} of an evaluation is {found[wrong[0]]}")
     solved = np.asarray(found["solved"])
     ks = sorted({samples, *(2**i for i in range(samples.bit_length()) if 2**i <= samples)})
     rates = {str(k): float(pass_at_k(samples, solved, k).mean()) for k in ks}
-    return {name: float(x) for name, x in found.items() if name != "solved"} | {"pass": rates}
+    plain = {name: None if x is None else float(x) for name, x in found.items() if name != "solved"}
+    return plain | {"pass": rates}
 
 
 def ahead(pool: Executor, pairs: Sequence[Pair], directory: Path, options: Options) -> dict[str, Future[Any]]:
@@ -284,9 +299,9 @@ def cold_start(
 def run_pair(pair: Pair, ground: Ground, options: Options, job: Future[Programs]) -> dict[str, Any]:
     """Trains every point and seed of a pair to its budget: ``{"groups": [...], "seconds": {...}}``.
 
-    A group is a point: its label, numbers and ``seeds``, of each the metrics of every step (``steps``, with ``used``,
-    the tokens so far) and its evaluations (``evals``, the start's first). Of the seconds ``compile`` was spent beside
-    others, ``wait`` is what of it was waited for.
+    A group is a point: its label, numbers, ``agreement`` of the first gradients and ``seeds``, of each the metrics of
+    every step (``steps``, with ``used``, the tokens so far) and its evaluations (``evals``, the start's first). Of the
+    seconds ``compile`` was spent beside others, ``wait`` is what of it was waited for.
 
     Raises:
       FloatingPointError: an evaluation that is not finite.
@@ -301,6 +316,10 @@ def run_pair(pair: Pair, ground: Ground, options: Options, job: Future[Programs]
     states = programs.init(keys, jax.tree.map(lambda *x: jnp.stack(x), *hypers), ground.params)
     used, judging = jnp.zeros(len(hypers), jnp.int32), 0.0
     lanes = [{"steps": {}, "evals": [{"used": 0, "step": 0, **ground.start}]} for _ in hypers]
+    states, used, first = run_to(programs.advance, states, used, 1, options.max_steps)
+    for lane, row in zip(lanes, first, strict=True):
+        lane["steps"].update(row)
+    agreements = agreement(states.opt_state, options.seeds)
     for i in range(options.evals):
         target = pair.arena.budget * (i + 1) // options.evals
         states, used, rows = run_to(programs.advance, states, used, target, options.max_steps)
@@ -310,17 +329,33 @@ def run_pair(pair: Pair, ground: Ground, options: Options, job: Future[Programs]
         _note(lanes, rows, found, jax.device_get((used, states.step)))
     seconds = {"wait": waited, "evaluate": judging, "train": time.monotonic() - clock - waited - judging}
     groups = [
-        {**point._asdict(), "seeds": lanes[i * options.seeds : (i + 1) * options.seeds]}
+        {**point._asdict(), "agreement": agreements[i], "seeds": lanes[i * options.seeds : (i + 1) * options.seeds]}
         for i, point in enumerate(pair.points)
     ]
     return {"groups": groups, "seconds": seconds | {"compile": programs.advance.seconds}, "note": ground.note}
+
+
+def agreement(opt_state: PyTree, seeds: int) -> list[float | None]:
+    """Mean cosine between the first gradients of a point's seeds, whose runs begin from the same weights.
+
+    ``mean_{i != j} cos(g_i, g_j)``, about ``|E g|^2 / (|E g|^2 + tr Cov g)``: 1 without noise, 0 where the gradient is
+    nothing else, and independent of its scale. ``opt_state [L, ...]`` is that of Adam after one step; its first moment
+    is the gradient, or where a step makes several updates their moving average. None with one seed, or where all
+    gradients but one are 0.
+    """
+    moments = [np.asarray(jax.device_get(x)) for x in jax.tree.leaves(optax.tree.get(opt_state, "mu"))]
+    flat = np.concatenate([x.reshape(len(x), -1) for x in moments], axis=1).astype(np.float64)
+    found: list[float | None] = []
+    for of_point in np.split(flat, len(flat) // seeds):
+        norms = np.linalg.norm(of_point, axis=1, keepdims=True)
+        unit = of_point[norms[:, 0] > 0] / norms[norms[:, 0] > 0]
+        n = len(unit)
+        found.append(None if n < 2 else float((np.sum(unit.sum(0) ** 2) - n) / (n * (n - 1))))
+    return found
 
 
 def _note(lanes: list[dict], rows: list[dict], found: list[dict], counts: tuple[np.ndarray, np.ndarray]) -> None:
     for lane, new, numbers, used, step in zip(lanes, rows, found, *counts, strict=True):
         for name, values in new.items():
             lane["steps"].setdefault(name, []).extend(values)
-        wrong = sorted(name for name, value in numbers.items() if name != "pass" and not np.isfinite(value))
-        if wrong:
-            raise FloatingPointError(f"{wrong[0]} of the evaluation after step {step} is {numbers[wrong[0]]}")
         lane["evals"].append({"used": int(used), "step": int(step), **numbers})

@@ -52,7 +52,8 @@ def outcome(success, label="a", arena="e", used=None, **evals):
     success = np.asarray(success, np.float64)
     used = np.broadcast_to(np.arange(success.shape[1]) * 100.0, success.shape) if used is None else np.asarray(used)
     zero = np.zeros(success.shape)
-    base = {name: zero for name in ("greedy", "reward", "length", "written", "turns", "entropy", "kl_start", "step")}
+    names = ("greedy", "reward", "length", "written", "turns", "entropy", "kl_start", "step", *bench_train.SOMETIMES)
+    base = {name: zero for name in names}
     steps = tuple({"zero_variance": [0.5, None, 1.0]} for _ in success)
     seconds = {"compile": 9.0, "wait": 1.0, "train": 2.0, "evaluate": 3.0}
     return Outcome(arena, label, base | evals | {"used": used}, {1: success, 2: success}, steps, 200, seconds)
