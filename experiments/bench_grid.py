@@ -22,7 +22,7 @@ import agentrl_jax
 from agentrl_jax import algorithms, codecs, train
 from agentrl_jax.algorithm import Algorithm, Hyper
 from agentrl_jax.codecs.base import Codec
-from agentrl_jax.envs import registry
+from agentrl_jax.envs import registry, transforms
 from agentrl_jax.envs.base import Environment
 from agentrl_jax.models import TransformerConfig, transformer_policy
 from agentrl_jax.policy import Policy
@@ -43,7 +43,9 @@ class Options:
         "Algorithms, separated by commas, each with its options: grpo:eps_high=0.28:group_size=4:label=NAME.",
     )
     envs: str = _flag(
-        "guess,calculator", "Environments, each with its options: guess:high=50:max_turns=8:max_tokens=128:label=NAME."
+        "guess,calculator",
+        "Environments, each with its options: guess:high=50:max_turns=8:max_tokens=128:label=NAME. series=N: N tasks "
+        "an episode (paid_at_end=True: at its end); thoughts=N: a teacher that begins with a line of up to N dots.",
     )
     seeds: int = _flag(4, "Runs of every pair.", low=1)
     sweep: str = _flag(
@@ -103,7 +105,9 @@ ENVIRONMENTS = {
 }
 NUMBERS = tuple(name for name in Hyper._fields if name not in ("decay", "env_params", "algorithm"))
 SIZES = ("episodes", "group_size", "slots", "epochs", "minibatches", "microbatches")
-_ARENA = ("max_tokens", "segments", "held_out", "supervised_steps", "budget", "label")
+_ARENA = (
+    "max_tokens", "segments", "held_out", "supervised_steps", "budget", "label", "series", "paid_at_end", "thoughts",
+)  # fmt: skip
 _SHORT = {"lr": "learning_rate"}
 
 
@@ -221,7 +225,7 @@ def _arena(token: tuple[str, tuple[str, ...], str], options: Options) -> Arena:
         env_params=tuple(f"{key}={value!r}" for key, value in chosen.items() if key not in structure),
         max_tokens=_whole(f"--envs={text}", "max_tokens", own.get("max_tokens", 0), 0),
     )  # fmt: skip
-    env, _ = building.make_environment(settings)
+    env = _transformed(building.make_environment(settings)[0], own)
     if env.spec.roles != 1:
         raise ValueError(f"{env.name} has {env.spec.roles} seats; this program plays environments with one")
     codec = codecs.byte()
@@ -236,6 +240,14 @@ def _arena(token: tuple[str, tuple[str, ...], str], options: Options) -> Arena:
         whole("supervised_steps", options.supervised_steps) if env.expert is not None else 0,
         max(1, whole("budget", options.budget)), transformer_policy(model), codec, model,
     )  # fmt: skip
+
+
+def _transformed(env: Environment, own: dict[str, Any]) -> Environment:
+    if "series" in own:
+        env = transforms.series(env, own["series"], paid_at_end=own.get("paid_at_end", False))
+    elif "paid_at_end" in own:
+        raise ValueError("--envs: paid_at_end belongs to series=N")
+    return transforms.thinking(env, own["thoughts"]) if "thoughts" in own else env
 
 
 def _model(options: Options, codec: Codec) -> TransformerConfig:

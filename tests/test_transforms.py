@@ -18,6 +18,8 @@ from agentrl_jax.envs import (
     make,
     mixture,
     noisy_reward,
+    series,
+    thinking,
     turn_limit,
     with_reward,
 )
@@ -314,3 +316,106 @@ def test_a_noisy_reward_hides_the_exact_one_and_keeps_it():
         noisy_reward(quiz.ENV, -1.0)
     with pytest.raises(ValueError, match="its info has exact_reward already"):
         noisy_reward(noisy)
+
+
+# --- series and thinking ----------------------------------------------------------------------------------------------
+
+
+def say(*actions):
+    """A writer of these texts, one a turn."""
+    left = list(actions)
+    return lambda key, state, params: literal(left.pop(0), 8)
+
+
+def letters(env, seed=0):
+    """The letters that the tasks of a series of quizzes ask for."""
+    state, _ = env.reset(jax.random.key(seed), ())
+    return [chr(x) for x in np.asarray(state.tasks[0][0])]
+
+
+def wrong(letter):
+    return "b" if letter == "a" else "a"
+
+
+def test_a_series_shows_one_task_after_another_and_pays_each_its_share():
+    env = series(quiz.ENV, 3)
+    a, b, c = letters(env)
+    steps = run(env, say("c", a, wrong(b), c))
+    assert [to_str(ts.observation) for ts in steps[:4]] == ["?", a, "!\n?", "!\n?"]
+    np.testing.assert_allclose([ts.reward for ts in steps[1:]], [0, 1 / 3, 0, 1 / 3], atol=1e-6)
+    assert [float(ts.info["solved"]) for ts in steps[1:]] == [0, 1, 0, 1]
+    assert [float(ts.info["success"]) for ts in steps[1:]] == [0, 0, 0, 0]
+    assert [bool(ts.terminated) for ts in steps[1:]] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("paid_at_end, rewards", [(False, [0.5, 0.5]), (True, [0.0, 1.0])])
+def test_a_series_is_solved_when_every_task_is(paid_at_end, rewards):
+    env = series(quiz.ENV, 2, paid_at_end=paid_at_end)
+    steps = run(env, say(*letters(env)))
+    assert [float(ts.reward) for ts in steps[1:]] == rewards
+    assert [float(ts.info["success"]) for ts in steps[1:]] == [0.0, 1.0]
+
+
+def test_a_task_that_runs_out_of_turns_is_over_and_the_last_one_s_cut_is_the_series_own():
+    env = series(quiz.ENV, 2)
+    steps = run(env, say(*"xxxxxx"))
+    assert len(steps) == 1 + 2 * quiz.TURNS == 1 + env.spec.max_turns
+    assert [bool(ts.truncated) for ts in steps[1:]] == [False] * 5 + [True] and not steps[-1].terminated
+    assert int(env.reset(jax.random.key(0), ())[0].index) == 0
+
+    endless = quiz.ENV._replace(name="endless", step=lambda *args: (args[1], TimeStep(observation=quiz._text(33))))
+    assert len(run(series(endless, 2), "x")) == 1 + 2 * quiz.TURNS, (
+        "the limit of the spec ends what ends nothing itself"
+    )
+
+
+def test_the_tasks_of_a_series_follow_from_the_reset_alone():
+    env = series(quiz.ENV, 5)
+    found = {"".join(letters(env, seed)) for seed in range(20)}
+    assert len(found) > 8 and letters(env, 3) == letters(env, 3)
+
+
+def test_the_anchor_of_a_series_knows_the_place_but_not_the_way():
+    env = series(quiz.ENV, 2)
+    state, _ = env.reset(jax.random.key(1), ())
+    first, _ = letters(env, 1)
+    step = functools.partial(env.step, jax.random.key(0))
+    right, fails = step(state, literal(first, 2), ())[0], step(state, literal(wrong(first), 2), ())[0]
+    assert env.anchor(right) == env.anchor(fails) != env.anchor(state)
+
+
+def test_series_conform():
+    assert check_env(series(quiz.ENV, 3)).expert == 1.0
+    assert check_env(thinking(series(quiz.ENV, 2, paid_at_end=True), 3)).expert == 1.0
+
+
+@pytest.mark.parametrize(
+    "env, tasks, message",
+    [
+        (quiz.ENV, 1, "at least 2, got 1"),
+        (mixture([make("guess"), make("probe_delayed")]), 2, "no mixture"),
+        (series(quiz.ENV, 2), 2, "no part named solved"),
+        (quiz.ENV._replace(spec=quiz.ENV.spec._replace(info=())), 2, "needs success"),
+    ],
+)
+def test_series_refuses_what_it_cannot_play(env, tasks, message):
+    with pytest.raises(ValueError, match=message):
+        series(env, tasks)
+
+
+def test_thoughts_have_no_effect_and_the_teacher_thinks_at_every_length():
+    env, bare = thinking(quiz.ENV, 3), quiz.ENV
+    state, _ = env.reset(jax.random.key(0), ())
+    for text in ("c", "...\nc", "\nc\n"):
+        after, ts = env.step(jax.random.key(1), state, literal(text, env.spec.max_action), ())
+        expected = bare.step(jax.random.key(1), state, literal("c", bare.spec.max_action), ())
+        jax.tree.map(np.testing.assert_array_equal, (after, ts), expected)
+    said = jax.vmap(env.expert, (0, None, None))(jax.random.split(jax.random.key(2), 64), state, ())
+    texts = {bytes(np.asarray(d[:n])).decode() for d, n in zip(said.data, said.length, strict=True)}
+    assert texts == {"c", ".\nc", "..\nc", "...\nc"}
+
+
+@pytest.mark.parametrize("most", [0, True, 2.0])
+def test_thinking_refuses_other_lengths(most):
+    with pytest.raises(ValueError, match="at least 1"):
+        thinking(quiz.ENV, most)

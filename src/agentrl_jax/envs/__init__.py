@@ -3,7 +3,7 @@
 from agentrl_jax.envs.base import Environment, EnvSpec, canonical, canonical_params
 from agentrl_jax.envs.registry import make, names, register
 from agentrl_jax.envs.testing import check_env
-from agentrl_jax.envs.transforms import held_out, mixture, noisy_reward, turn_limit, with_reward
+from agentrl_jax.envs.transforms import held_out, mixture, noisy_reward, series, thinking, turn_limit, with_reward
 
 __all__ = [
     "EnvSpec",
@@ -17,6 +17,8 @@ __all__ = [
     "names",
     "noisy_reward",
     "register",
+    "series",
+    "thinking",
     "turn_limit",
     "with_reward",
 ]
