@@ -60,7 +60,23 @@ def test_successes_stay():
     np.testing.assert_array_equal(mark, np.repeat(right[:, None], T, 1))
 
 
-@pytest.mark.parametrize("name", ["varied", "complete", "uncertain", "uncertain_mass", "best_of_group", "correct"])
+def test_groups_that_are_all_right_are_dropped():
+    b = conversations(4)
+    success = jnp.zeros((8, TURNS)).at[:, 0].set(jnp.asarray([1.0, 1, 1, 0, 1, 0, 0, 0]))
+    b = b._replace(traj=b.traj._replace(steps=b.traj.steps | {"success": success}))
+    out, metrics = run(filters.not_all_correct(), b)
+    np.testing.assert_array_equal(kept(out), GROUPS > 0)
+    assert metrics["kept_not_all_correct"] == (5, 8) and filters.not_all_correct().needs == {"group", "parts:success"}
+    # By who was played: the one that was not does not make a group wrong.
+    gone = b.traj._replace(length=b.traj.length.at[3].set(0).at[5].set(0), mask=b.traj.mask.at[3].set(False))
+    less = b._replace(traj=gone, mask=b.mask.at[3].set(False).at[5].set(False))
+    np.testing.assert_array_equal(kept(run(filters.not_all_correct(), less)[0]), GROUPS == 2)
+
+
+WHOLE = ["varied", "complete", "uncertain", "uncertain_mass", "best_of_group", "correct", "not_all_correct"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_restarted_episode_stays_or_goes_as_one(name):
     b = conversations(5)
     whole, halves = run(getattr(filters, name)(), b)[0], run(getattr(filters, name)(), split(b), segments=2)[0]
@@ -128,6 +144,44 @@ def test_a_correction_is_the_ratio_of_the_two_policies(name):
         w = np.clip(w, low, high) if rule == "truncate" else np.where((w >= low) & (w <= high), w, 0)
         np.testing.assert_allclose(weight[i][on], w, rtol=1e-5)
         assert not weight[i][~on].any()
+
+
+@pytest.mark.parametrize("name", filters.CORRECTIONS)
+def test_normalised_weights_have_a_mean_of_one(name):
+    """Over tokens, or over the sequences that have one weight each; the expert's stay 1 and count for nobody."""
+    b = conversations(9, expert=(1,))
+    raw = np.asarray(run(filters.behaviour_correction(correction=name), b)[0].extra["importance"], np.float64)
+    part = filters.behaviour_correction(correction=name, normalise_weights=True)
+    found = np.asarray(run(part, b)[0].extra["importance"])
+    mask, own = np.asarray(b.mask), np.asarray(b.mask & ~b.traj.expert)
+    if filters.CORRECTIONS[name][0] == "token":
+        mean = raw[own].mean()
+    else:
+        mean = np.mean([raw[i, on][0] for i, on in enumerate(own) if on.any()])
+    expected = np.where(own, raw / mean if mean else 0.0, raw)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert (found[1][mask[1]] == 1).all() and not found[~mask].any()
+
+
+def test_an_episode_with_an_impossible_token_is_vetoed():
+    b = conversations(9, expert=(1,))
+    written = [np.flatnonzero(row) for row in np.asarray(b.mask)]
+    far = b.logp_old.at[0, written[0][1]].set(-12.0).at[1, written[1][0]].set(-12.0).at[3, written[3][0]].set(-5.0)
+    b = b._replace(logp_old=far)
+    raw = np.asarray(run(filters.behaviour_correction(), b)[0].extra["importance"])
+    part = filters.behaviour_correction(veto=True)
+    assert part.hyper["veto_floor"] == 1e-4 and "veto_floor" not in filters.behaviour_correction().hyper
+    found = np.asarray(run(part, b)[0].extra["importance"])
+    vetoed = np.arange(8) == 0
+    np.testing.assert_array_equal(found, np.where(vetoed[:, None], 0, raw))
+    found = np.asarray(run(part, b, veto_floor=0.05)[0].extra["importance"])
+    np.testing.assert_array_equal((found == 0).all(1), np.isin(np.arange(8), (0, 3)))
+    halves = run(part, split(b), segments=2)[0]
+    np.testing.assert_array_equal((joined(halves.extra["importance"]) == 0).all(1), vetoed)
+    # Weights are normalised before the veto, which then takes a share of them away.
+    both = run(filters.behaviour_correction(veto=True, normalise_weights=True), b)[0].extra["importance"]
+    alone = run(filters.behaviour_correction(normalise_weights=True), b)[0].extra["importance"]
+    np.testing.assert_array_equal(both, np.where(vetoed[:, None], 0, alone))
 
 
 def test_corrections_multiply_what_filters_left():

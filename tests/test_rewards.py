@@ -6,7 +6,7 @@ from conversations import T, conversations, joined, run, split, tools_of
 
 from agentrl_jax import rewards
 
-EVERY = ("soft_overlong", "malformed_penalty", "step_reward", "posterior_reward", "kl_penalty")
+EVERY = ("soft_overlong", "malformed_penalty", "step_reward", "posterior_reward", "kl_penalty", "running_scale")
 
 
 def added(b, name, **hyper):
@@ -68,6 +68,25 @@ def test_dense_rewards_are_the_cards():
     ret = np.asarray(b.traj.reward).sum(1)
     expected = total(b, "answered").clip(0, 1) + ret * total(b, "tool_calls").clip(0, 1)
     np.testing.assert_allclose(added(b, "posterior_reward").sum(1), expected, atol=1e-6)
+
+
+def test_rewards_are_divided_by_the_deviation_of_all_returns_so_far():
+    part, memory, seen = rewards.running_scale(), None, []
+    for seed in (7, 8, 9):
+        b = conversations(seed)
+        memory = part.init(None, None) if memory is None else memory
+        memory, out, _ = part.stage(memory, b, tools_of(b), {}, None)
+        seen += list(np.asarray(b.traj.reward).sum(1))
+        expected = np.asarray(b.traj.reward) / (np.std(seen, ddof=1) + 1e-8)
+        np.testing.assert_allclose(out.traj.reward, expected, rtol=1e-5)
+    # A return that is not a number spoils its own episode and no later one; nothing played is no return of 0.
+    bad = b._replace(traj=b.traj._replace(reward=b.traj.reward.at[0, 0].set(np.nan)))
+    after, out, _ = part.stage(memory, bad, tools_of(b), {}, None)
+    assert np.isfinite(np.asarray(out.traj.reward)[1:]).all() and float(after.count) == 31
+    gone = b._replace(traj=b.traj._replace(length=b.traj.length * 0))
+    assert float(part.stage(memory, gone, tools_of(b), {}, None)[0].count) == 24
+    alike = b._replace(traj=b.traj._replace(reward=b.traj.reward * 0))
+    np.testing.assert_array_equal(part.stage(part.init(None, None), alike, tools_of(b), {}, None)[1].traj.reward, 0)
 
 
 def test_an_episode_that_wrote_nothing_is_paid_nothing():

@@ -18,12 +18,13 @@ UNIT = (
 )  # fmt: skip
 NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "warmup", "decay", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef",
-    "value_eps",
+    "value_eps", "veto_floor", "offpolicy_delta", "centre_coef",
 )  # fmt: skip
 POSITIVE = (
     "max_grad_norm", "beta", "awr_beta", "weight_max", "tau_pos", "tau_neg", "entropy_kappa", "overlong_buffer",
     "kl_target", "kl_horizon", "length_alpha", "luffy_gamma", "dual_clip", "ratio_max",
 )  # fmt: skip
+BELOW_HALF = ("label_noise",)
 
 
 def check_shapes(like: Array, **others: Array | float | None) -> None:
@@ -81,3 +82,5 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must not be negative, got {value}")
         if name in POSITIVE and not (x > 0).all():
             raise ValueError(f"{name} must be positive, got {value}")
+        if name in BELOW_HALF and not ((x >= 0) & (x < 0.5)).all():
+            raise ValueError(f"{name} must be in [0, 0.5), got {value}")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import advantages, episodes, group_shaping, groups, key_tokens, masked, stages
+from agentrl_jax import advantages, episodes, group_shaping, groups, key_tokens, masked, scoring, stages
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.algorithm import Shape, Tools
 from agentrl_jax.checks import check_above, check_choice
@@ -202,6 +202,43 @@ def process_relative() -> Part:
         return spread(batch, adv, tools), stages.zero_variance(batch, tools)
 
     return Part("process_relative", pure(function), needs=frozenset({"group"}))
+
+
+def tag_relative(*, tag: str, part: str, scale: str = "none") -> Part:
+    """``A_k = A_episode + tag_coef A_tag``; the reward ``part`` of a turn is compared with those of the group's turns
+    under the same ``tag``; both are parts of the environment."""
+    check_choice("scale", scale, ("none", "std"))
+
+    def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
+        ret, ids, _ = stages.episodes(batch, tools)
+        tags, paid = turn_steps(batch, tools, tag).astype(jnp.int32), turn_steps(batch, tools, part)
+        adv = group_shaping.tag_relative(
+            paid.astype(jnp.float32), ret, tags, played_turns(batch, tools), ids, tools.episodes,
+            coef=hyper["tag_coef"], scale=scale,
+        )  # fmt: skip
+        return spread(batch, adv, tools), stages.zero_variance(batch, tools)
+
+    needs = frozenset({"group", f"parts:{tag}", f"parts:{part}"})
+    return Part("tag_relative", pure(function), hyper={"tag_coef": 1.0}, needs=needs)
+
+
+def optimal_token() -> Part:
+    """``A_t = G_t - sum_g G_t W_t / sum_g W_t`` at the t-th written token; ``W_t`` sums ``1 - 2 pi + sum_v pi_v^2`` up
+    to there."""
+
+    def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
+        del hyper
+        _, ids, played = stages.episodes(batch, tools)
+        score = tools.score(scoring.View(statistic=scoring.collision), batch)
+        energy = 1.0 - 2.0 * jnp.exp(score.logp) + score.entropy
+        rows = (batch.traj.reward, energy, batch.traj.mask)
+        reward, energy, mask = (stages.sequences(x, tools) for x in rows)
+        ret = jax.vmap(lambda r, m: advantages.discounted_return(r, m, discount=1.0))(reward, mask)
+        adv = group_shaping.optimal_token(ret, energy, mask, ids, tools.episodes, where=played)
+        adv = jnp.where(batch.mask, adv.reshape(batch.adv.shape), 0.0)
+        return batch._replace(adv=adv), stages.zero_variance(batch, tools)
+
+    return Part("optimal_token", pure(function), needs=frozenset({"group"}))
 
 
 def returns(*, baseline: str = "ema") -> Part:

@@ -104,6 +104,21 @@ def correct() -> Part:
     return _keep_episodes("correct", keep, needs=("parts:success",))
 
 
+def not_all_correct() -> Part:
+    """Drops groups all of whose episodes are right: mixed and all wrong ones stay (SRPO).
+
+    Unlike ``varied`` it goes by success, and keeps groups that failed alike: with a reward for more than success these
+    teach too. ``drop_solved`` skips such tasks before they are rolled; this one drops what was rolled.
+    """
+
+    def keep(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> Array:
+        del hyper
+        _, ids, played = stages.episodes(batch, tools)
+        return selection.not_all_correct(episodes.right(batch.traj, tools.segments), ids, tools.episodes, where=played)
+
+    return _keep_episodes("not_all_correct", keep, needs=("group", "parts:success"))
+
+
 def policy_filtration(*, filtration: str = "power") -> Part:
     """Re-draws the episodes of the batch with replacement, by ``|R|^filtration_power`` or by rank."""
     check_choice("filtration", filtration, ("power", "max-min", "max-random"))
@@ -182,24 +197,45 @@ CORRECTIONS = {
 """Name: (level, rule, low, high) of ``importance.importance_weight``; the bounds of IcePop are unconfirmed."""
 
 
-def behaviour_correction(*, correction: str = "tis") -> Part:
-    """Multiplies each token's loss by ``pi_old / pi_behaviour``, bounded: for a sampler that is not the trainer."""
+def behaviour_correction(*, correction: str = "tis", normalise_weights: bool = False, veto: bool = False) -> Part:
+    """Multiplies each token's loss by ``pi_old / pi_behaviour``, bounded: for a sampler that is not the trainer.
+
+    ``normalise_weights`` divides the bounded weights by their mean over the batch (over its sequences, where a sequence
+    has one weight; rejected ones count as 0). ``veto`` then gives weight 0 to every episode with a token whose ratio is
+    below ``veto_floor``: the sampler wrote what the trainer finds all but impossible. Like any rejection here a vetoed
+    token stays in the denominators; verl takes it out. Tokens of the expert, of unknown probability, keep weight 1 and
+    are read by neither, but go with an episode that is vetoed.
+    """
     check_choice("correction", correction, tuple(CORRECTIONS))
     level, rule, low, high = CORRECTIONS[correction]
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
-        del tools
+        known = batch.mask & ~batch.traj.expert
         weight = importance.importance_weight(
             batch.logp_old, batch.traj.logp, batch.mask, level=level, rule=rule,
             low=hyper["correction_low"], high=hyper["correction_high"], known=~batch.traj.expert,
         )  # fmt: skip
+        if normalise_weights:
+            weight = jnp.where(known, _normalised(weight, known, level), weight)
+        if veto:
+            rows = (stages.sequences(x, tools) for x in (batch.logp_old, batch.traj.logp, known))
+            keep = importance.veto(*rows, floor=hyper["veto_floor"])
+            weight = jnp.where(stages.episode_rows(keep, tools)[:, None], weight, 0.0)
         gate = batch.extra.get("importance", 1.0)
         batch = batch._replace(extra={**batch.extra, "importance": weight * gate})
         return batch, {"correction_weight": metrics_lib.masked(weight, batch.mask)}
 
     needs = {"scores"} | ({"one_segment"} if level != "token" else set())
-    numbers = {"correction_low": low, "correction_high": high}
+    numbers = {"correction_low": low, "correction_high": high} | ({"veto_floor": 1e-4} if veto else {})
     return Part("behaviour_correction", pure(function), hyper=numbers, needs=frozenset(needs))
+
+
+def _normalised(weight: Array, known: Array, level: str) -> Array:
+    """Weights with a mean of 1: over tokens, or over the rows that have one weight each."""
+    if level == "token":
+        return importance.normalise_weight(weight, known)
+    each = jnp.max(jnp.where(known, weight, 0.0), axis=-1, keepdims=True)
+    return importance.normalise_weight(each, jnp.any(known, axis=-1, keepdims=True))
 
 
 def mark_correct() -> Part:

@@ -48,9 +48,8 @@ def step_relative(
     """Turns compared with the turns of the same group at the same anchor: ``[N, K] -> [N, K]``.
 
     ``anchor`` ``int[N, K]`` says what is comparable: a hash of what the agent saw (GiGPO), a tag of what it did
-    (RLVMR, Zhang et al., 2025, arXiv 2507.22844: the group-relative reward of each meta-reasoning tag, mixed with the
-    episode's advantage by a coefficient; the mixture is unconfirmed). ``played`` ``bool[N, K]``, ``group``
-    ``int32[N]``. A turn alone at its anchor gets 0. Equal hashes count as equal states.
+    (``tag_relative``). ``played`` ``bool[N, K]``, ``group`` ``int32[N]``. A turn alone at its anchor gets 0. Equal
+    hashes count as equal states.
     """
     rows = jnp.broadcast_to(jnp.asarray(group)[:, None], value.shape).ravel()
     ids = dense_ids(rows, jnp.asarray(anchor).ravel(), where=(played.astype(bool) & (group >= 0)[:, None]).ravel())
@@ -102,6 +101,49 @@ def gigpo(
         episode = relative(each, rows, num_groups, where=played.ravel()).reshape(reward.shape)
     step = step_relative(_returns(reward, played, discount), anchor, played, group, scale=scale, ddof=ddof, eps=eps)
     return fill(episode + omega * step, played)
+
+
+def tag_relative(
+    reward: Array,
+    ret: Array,
+    tag: Array,
+    played: Array,
+    group: Array,
+    num_groups: int,
+    *,
+    coef: Array | float = 1.0,
+    scale: str = "none",
+    ddof: float = 1,
+    eps: float = 1e-6,
+) -> Array:
+    """RLVMR: ``A_k = A_episode + coef * A_tag``, for every turn: ``[N, K]``.
+
+    ``A_episode`` is group-relative in ``ret`` ``[N]``; ``A_tag`` compares the reward of a turn, its own and not what
+    follows, with those of the group's turns under the same tag (``step_relative``).
+
+    The tags are how a turn says that it reasons (planning, exploring, reflecting, none), and the rewards are rules: a
+    valid turn that plans is paid if the episode succeeds; one that explores, if no valid turn before it had its action;
+    one that reflects, if the action before it was invalid and this one differs; all else 0. They are an
+    environment's to find, which sees what is written.
+
+    Args:
+      reward: ``[N, K]``, what a turn is paid for its tag.
+      ret: ``[N]``, outcome.
+      tag: ``int[N, K]``, equal for turns to be compared.
+      played: ``bool[N, K]``. An episode without a played turn does not count.
+      group: ``int32[N]``; ``num_groups`` bounds it.
+      coef: 1 in the official scripts.
+      scale: "none" (the code's default) or "std", for both parts.
+      ddof, eps: of the deviation.
+
+    Formula, rules and defaults are the official repository's. It counts an episode once a turn, and gives a group of
+    one its raw reward; here an episode counts once, and one alone gets 0.
+    Source: Zhang et al., RLVMR, 2025, arXiv 2507.22844.
+    """
+    played = played.astype(bool)
+    episode = group_relative(ret, group, num_groups, where=jnp.any(played, 1), scale=scale, ddof=ddof, eps=eps)
+    turn = step_relative(fill(reward, played), tag, played, group, scale=scale, ddof=ddof, eps=eps)
+    return fill(episode[:, None] + coef * turn, played)
 
 
 def _returns(reward: Array, played: Array, discount: Array | float) -> Array:
@@ -163,6 +205,45 @@ def process_relative(
     rows = jnp.broadcast_to(group[:, None], step_reward.shape).ravel()
     each = group_relative(step_reward.ravel(), rows, num_groups, ddof=ddof, eps=eps, where=played.ravel())
     return fill(jnp.cumsum(each.reshape(step_reward.shape)[:, ::-1], axis=1)[:, ::-1], played)
+
+
+def optimal_token(
+    ret: Array, energy: Array, mask: Array, group: Array, num_groups: int, *, where: Array | None = None
+) -> Array:
+    """Optimal token baseline: ``A_it = G_it - sum_j G_jt W_jt / sum_j W_jt`` over the group's members: ``[N, T]``.
+
+    ``t`` counts written tokens, so that members whose observations differ are compared at the same token of theirs;
+    ``W_it`` is the sum of ``energy`` over the first ``t`` written tokens. A position that a single member of the group
+    reaches gives exactly 0 (verl leaves the raw return there).
+
+    Args:
+      ret: ``[N, T]``, return to go.
+      energy: ``[N, T]``, a token's ``1 - 2 pi + sum_v pi_v^2``, the squared norm of the gradient in its logits.
+      mask: ``bool[N, T]``, written tokens.
+      group: ``int32[N]``; ``num_groups`` bounds it.
+      where: ``bool[N]``, members that count.
+
+    Source: Li et al., The Optimal Token Baseline, 2026, and verl (``tir_optimal_token_baseline``).
+    """
+    where = jnp.ones(group.shape, bool) if where is None else where.astype(bool)
+    mask = mask.astype(bool) & where[:, None]
+    place = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, mask.shape[1])
+    compact = jax.vmap(lambda x, p: jnp.zeros_like(x).at[p].set(x, mode="drop"))
+    weight = compact(jnp.cumsum(jnp.maximum(fill(energy, mask), 0.0), axis=1), place)
+    there = compact(mask.astype(jnp.float32), place)
+    seen = compact(fill(ret, mask), place)
+    total = lambda x: jax.ops.segment_sum(x, jnp.where(where, group, 0), num_groups)[group]  # noqa: E731
+    # Where the policy is certain no weight is left, and the members count alike.
+    weight = jnp.where(total(weight * there) > 0, weight, 1.0) * there
+    mates = total(there)
+    # Differences to a member's own return: equal ones, and one alone, give exactly 0.
+    lowest = jax.ops.segment_min(jnp.where(there > 0, seen, jnp.inf), jnp.where(where, group, 0), num_groups)[group]
+    above = jnp.where(there > 0, seen - jnp.where(jnp.isfinite(lowest), lowest, 0.0), 0.0)
+    whole = total(weight)
+    base = total(weight * above) / jnp.where(whole > 0, whole, 1.0)
+    adv = jnp.where((mates > 1) & (there > 0), above - base, 0.0)
+    back = jnp.take_along_axis(adv, jnp.minimum(place, mask.shape[1] - 1), axis=1)
+    return jax.lax.stop_gradient(fill(back, mask))
 
 
 def tree_relative(

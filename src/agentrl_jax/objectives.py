@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import losses, masked, preference
+from agentrl_jax import importance, losses, masked, preference
 from agentrl_jax import metrics as metrics_lib
 from agentrl_jax.checks import check_choice
 from agentrl_jax.kl import ESTIMATORS
@@ -77,6 +77,8 @@ def token_objective(
     imitation: Imitation | None = None,
     perception: bool = False,
     clips: bool = True,
+    kl_corrected: bool = False,
+    offpolicy: bool = False,
 ) -> Objective:
     """``sum w (importance * surrogate + kl_coef * kl - entropy_coef * H) + value_coef * sum w * value loss``, and more
     where asked for.
@@ -93,6 +95,9 @@ def token_objective(
       clips: whether ``eps_low`` and ``eps_high`` bound the ratio of a token, so that ``clip_low`` and ``clip_high`` say
         how often.
       perception: PAPO's ``- perception_coef * min(k3, perception_max)`` against ``extra["logp_masked"]``.
+      kl_corrected: whether the divergence is multiplied by ``pi / pi_old`` (``kl.kl`` with ``logp_old``).
+      offpolicy: whether rows with a negative advantage that have drifted more than ``hyper["offpolicy_delta"]`` from
+        what was sampled lose the policy's term (``importance.offpolicy_keep``); they stay in the denominators.
 
     Raises:
       ValueError: an unknown estimator.
@@ -106,6 +111,8 @@ def token_objective(
         metrics = diagnostics(score, batch, hyper if clips else {})
         if "importance" in batch.extra:
             x = x * batch.extra["importance"]
+        if offpolicy:
+            x = _near(x, score, batch, hyper, metrics)
         if imitation is not None:
             x = _imitate(imitation, x, score, batch, hyper, metrics)
         # These are of the policy's own words; those of the expert were not drawn from it.
@@ -113,7 +120,8 @@ def token_objective(
         if "entropy_coef" in hyper:
             x = x - hyper["entropy_coef"] * jnp.where(own, score.entropy, 0.0)
         if kl is not None:
-            penalty = kl_divergence(score.logp, batch.extra["logp_ref"], estimator=kl, mask=batch.mask)
+            old = batch.logp_old if kl_corrected else None
+            penalty = kl_divergence(score.logp, batch.extra["logp_ref"], estimator=kl, mask=batch.mask, logp_old=old)
             x = x + hyper["kl_coef"] * jnp.where(own, penalty, 0.0)
             metrics["kl"] = metrics_lib.masked(jax.lax.stop_gradient(penalty), batch.mask)
         if perception:
@@ -131,6 +139,15 @@ def token_objective(
         return total, metrics
 
     return objective
+
+
+def _near(x: Array, score: Score, batch: Batch, hyper: dict[str, Array], metrics: Metrics) -> Array:
+    """The per-token loss without that of sequences that off-policy masking silences; the sampler's own probabilities
+    tell the drift, so that staleness and numerics count as well as earlier updates."""
+    own = batch.mask & ~batch.traj.expert
+    keep = importance.offpolicy_keep(score.logp, batch.traj.logp, batch.adv, own, delta=hyper["offpolicy_delta"])
+    metrics["kept_offpolicy"] = metrics_lib.masked(keep.astype(jnp.float32), jnp.any(own, axis=-1))
+    return jnp.where(keep[..., None], x, 0.0)
 
 
 def _imitate(term: Imitation, x: Array, score: Score, batch: Batch, hyper: dict[str, Array], metrics: Metrics) -> Array:
@@ -190,8 +207,20 @@ class Compared(NamedTuple):
 Preference = Callable[[Compared, Score, Batch, dict[str, Array]], Array]
 
 
-def preference_objective(loss: Preference) -> Objective:
-    """``sum over pairs of weight * loss(pair)``, on ``[P, 2, segments, T]``, observation tokens masked."""
+def final_value(score: Score, batch: Batch) -> Array:
+    """The value after the last token of an episode, in the last of its rows that was played: ``[P, 2, segments]`` rows
+    ``-> [P, 2]``. A reward model's score."""
+    segments = jnp.arange(batch.traj.length.shape[-1], dtype=jnp.int32)
+    last = jnp.max(jnp.where(batch.traj.length > 0, segments, 0), axis=-1, keepdims=True)
+    return jnp.take_along_axis(score.bootstrap, last, axis=-1)[..., 0]
+
+
+def preference_objective(loss: Preference, reward: Callable[[Score, Batch], Array] | None = None) -> Objective:
+    """``sum over pairs of weight * loss(pair)``, on ``[P, 2, segments, T]``, observation tokens masked.
+
+    ``margin`` and ``preference_accuracy`` are of the pair's log-ratios, or of ``reward`` where that is what a loss is
+    of.
+    """
 
     def objective(scores: dict[str, Score], batch: Batch, hyper: dict[str, Array]) -> tuple[Array, Metrics]:
         score = scores["policy"]
@@ -202,7 +231,8 @@ def preference_objective(loss: Preference) -> Objective:
         # A pair's weight stands on each of its tokens.
         weight = jnp.max(batch.weight, axis=(1, 2, 3))
         kept = weight > 0
-        gap = jax.lax.stop_gradient((logp - ref)[:, 0] - (logp - ref)[:, 1])
+        told = logp - ref if reward is None else reward(score, batch)
+        gap = jax.lax.stop_gradient(told[:, 0] - told[:, 1])
         metrics = diagnostics(score, batch, hyper)
         metrics["margin"] = metrics_lib.masked(gap, kept)
         metrics["preference_accuracy"] = metrics_lib.masked((gap > 0).astype(jnp.float32), kept)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax import advantages, credit, episodes, selection, stages
+from agentrl_jax import advantages, credit, episodes, selection, stages, statistics
 from agentrl_jax import metrics as metrics_lib
-from agentrl_jax.algorithm import Tools
+from agentrl_jax.algorithm import Shape, Tools
 from agentrl_jax.checks import check_choice
 from agentrl_jax.kl import ESTIMATORS
 from agentrl_jax.parts import Part
-from agentrl_jax.types import Array, Batch, Metrics
+from agentrl_jax.types import Array, Batch, Metrics, PyTree
 
 
 def add_turn_rewards(batch: Batch, reward: Array, tools: Tools) -> Batch:
@@ -103,3 +103,31 @@ def kl_penalty(*, kl_estimator: str = "k1") -> Part:
     check_choice("kl_estimator", kl_estimator, ESTIMATORS)
     needs = frozenset({"reference", "scores"})
     return Part("kl_penalty", stages.kl_in_reward(kl_estimator), hyper={"kl_coef": 0.01}, needs=needs)
+
+
+def running_scale() -> Part:
+    """Divides the environment's reward by the running deviation of its returns, kept over all steps so far.
+
+    ``r <- r / (std + 1e-8)``, the deviation (ddof 1) of undiscounted returns of episodes; those of the step are taken
+    in first, so that the first step is scaled too. While all returns were equal nothing is divided. ``compose`` puts it
+    before every other reward and penalty, whose coefficients are then in units of the deviation. A return that is not
+    finite enters no statistic.
+
+    Sources: Engstrom et al., Implementation Matters in Deep Policy Gradients, 2020, arXiv 2005.12729 (of discounted
+    sums); on returns of whole episodes, as TRL's PPO scaled scores.
+    """
+
+    def init(key: Array, shape: Shape) -> PyTree:
+        del key, shape
+        return statistics.running_init()
+
+    def stage(
+        memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
+    ) -> tuple[PyTree, Batch, Metrics]:
+        del hyper, key
+        ret, _, played = stages.episodes(batch, tools)
+        memory = statistics.running_update(memory, ret, played & jnp.isfinite(ret))
+        reward = statistics.running_scale(memory, batch.traj.reward, ddof=1)
+        return memory, batch._replace(traj=batch.traj._replace(reward=reward)), {}
+
+    return Part("running_scale", stage, init=init)

@@ -27,10 +27,17 @@ class View(NamedTuple):
       model: key of ``TrainState.params``.
       tokens: ``(Batch) -> (int32[..., T2], offset int32[...])``, where ``traj.tokens[t]`` stands at ``t + offset``;
         None: the trajectory's own tokens.
+      statistic: ``float32[M, V] -> [M]``, of the log-probabilities of all that could be written: ``Score.entropy``.
     """
 
     model: str = "policy"
     tokens: Callable[[Batch], tuple[Array, Array]] | None = None
+    statistic: Callable[[Array], Array] = sampling.entropy
+
+
+def collision(logp: Array) -> Array:
+    """``sum p^2``, the chance that two draws agree: ``[..., V] -> [...]``; a ``View.statistic``."""
+    return jnp.sum(jnp.exp(2.0 * logp), axis=-1)
 
 
 def token_scores(
@@ -41,6 +48,7 @@ def token_scores(
     *,
     allowed: Array | None = None,
     chunk: int | None = None,
+    statistic: Callable[[Array], Array] = sampling.entropy,
 ) -> tuple[Array, Array, Array]:
     """``(logp [B, T], entropy [B, T], value [B, T + 1])`` of ``tokens [B, T]`` given what stands before them.
 
@@ -55,6 +63,7 @@ def token_scores(
       temperature: ``float32[B]``.
       allowed: ``bool[V]``, what may be sampled.
       chunk: tokens whose logits exist at once; None: all when they are few, else 4096.
+      statistic: see ``View``; in the place of the entropy.
     """
     out = policy.forward(params, tokens)
     batch, length, width = out.hidden.shape
@@ -66,7 +75,7 @@ def token_scores(
         logp = sampling.log_probs(policy.logits(params, hidden), scale, allowed)
         # A one-hot select instead of a gather: its gradient is a select too, not a scatter.
         chosen = jnp.arange(logp.shape[-1], dtype=jnp.int32) == targets[:, None]
-        return jnp.sum(jnp.where(chosen, logp, 0.0), axis=-1), sampling.entropy(logp)
+        return jnp.sum(jnp.where(chosen, logp, 0.0), axis=-1), statistic(logp)
 
     count = hidden.shape[0]
     if chunk is None:
@@ -107,7 +116,7 @@ def score(
     lead, width = tokens.shape[:-1], tokens.shape[-1]
     flat = tokens.reshape(-1, width)
     logp, entropy, value = token_scores(
-        policy, params, flat, traj.temperature.reshape(-1), allowed=allowed, chunk=chunk
+        policy, params, flat, traj.temperature.reshape(-1), allowed=allowed, chunk=chunk, statistic=view.statistic
     )
     start = jnp.zeros(flat.shape[:1], jnp.int32) if offset is None else offset.reshape(-1)
     last = jnp.clip(start + traj.length.reshape(-1), 0, width)

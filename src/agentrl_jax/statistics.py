@@ -53,6 +53,9 @@ def role_baseline(
     the role: for one return at a time the code's rule (``b <- .95 b + .05 R``, subtract first), and independent of a
     batch's order, which the code's is not. A role outside ``[0, R)`` gets 0. Start from zeros.
 
+    A function alone, and no part that ``compose`` knows: the rollout plays one seat, and no environment has several,
+    so every role would be 0 and the baseline ``credit.returns`` has it already.
+
     Source: Liu et al., SPIRAL, 2025, arXiv 2506.24119 (there a baseline per game and role: number them jointly).
     """
     roles = baseline.shape[0]

@@ -14,7 +14,7 @@ from typing import Any
 from agentrl_jax import filters, objectives, parts, replay, rewards, stages
 from agentrl_jax.algorithm import Algorithm, TrainState, keep_state
 from agentrl_jax.algorithms.finishing import FINISH
-from agentrl_jax.algorithms.fit import check_fit
+from agentrl_jax.algorithms.fit import check_fit, check_options
 from agentrl_jax.algorithms.ingredients import (
     KINDS,
     Choice,
@@ -46,9 +46,11 @@ def compose(
     aggregation: str = "token-mean",
     norm: float | None = None,
     correction: str | None = None,
+    offpolicy_mask: bool = False,
     imitation: str | None = None,
     kl: str | None = None,
     kl_in: str = "loss",
+    kl_corrected: bool = False,
     perception: bool = False,
     finish: tuple[str, ...] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -69,11 +71,17 @@ def compose(
       replay: what is stored and used again.
       ratio, clip: the policy loss, see ``surrogates.SURROGATES``.
       aggregation, norm: how tokens add up, see ``masked.aggregation_weights``.
-      correction: for a sampler that is not the trainer, see ``filters.CORRECTIONS``.
+      correction: for a sampler that is not the trainer, see ``filters.CORRECTIONS``; with ``normalise_weights=True``
+        its weights have a mean of 1 over the batch, with ``veto=True`` episodes with a token whose ratio is below
+        ``veto_floor`` get weight 0.
+      offpolicy_mask: silences rows with a negative advantage whose tokens have become less likely than when they were
+        sampled, by more than ``offpolicy_delta`` nats in the mean.
       imitation: a term on expert or correct text, see ``surrogates.IMITATIONS``.
       kl: estimator of the divergence from the reference policy. A positive ``kl_coef`` alone means k3 in the loss, k1
         in the reward; ``kl_coef=0`` means none.
       kl_in: "loss" (``+ kl_coef k``) or "reward" (``- kl_coef k`` on every token).
+      kl_corrected: ``+ kl_coef (pi / pi_old) k`` in the loss: the divergence of the policy as it is now, and for k1 and
+        k3 its gradient, after the first update too (DeepSeek-V3.2).
       perception: PAPO's term, the divergence from what the policy says with masked observations.
       finish: what follows an update, see ``finishing.FINISH``.
       defaults: options that hold where an ingredient reads them, and are passed over where none does.
@@ -87,15 +95,17 @@ def compose(
         "tokens": tokens, "replay": replay,
     }  # fmt: skip
     _check_own(name, aggregation, norm, kl_in, finish)
+    _check_switches(name, offpolicy_mask=offpolicy_mask, kl_corrected=kl_corrected)
     kl, options = _divergence(kl, kl_in, options)
     choice = Choice(
         makers=tuple(maker for kind, value in named.items() for maker in _pick(kind, value)),
         loss=surrogate(ratio, clip),
         imitation=None if imitation is None else _known("imitation", imitation, IMITATIONS),
-        kl=kl, kl_in=kl_in, correction=correction, perception=perception, aggregation=aggregation,
-        finish=_names(finish),
+        kl=kl, kl_in=kl_in, kl_corrected=kl_corrected, correction=correction, perception=perception,
+        offpolicy_mask=offpolicy_mask, aggregation=aggregation, finish=_names(finish),
     )  # fmt: skip
     check_fit(choice, ratio)
+    check_options(choice, options, dict(defaults) | options)
     return _assemble(name, choice, norm, dict(defaults), options)
 
 
@@ -109,6 +119,13 @@ def _check_own(
     check_choice("kl_in", kl_in, ("loss", "reward"))
     for key in _names(finish):
         check_choice("finish", key, tuple(FINISH))
+
+
+def _check_switches(name: str, **switches: Any) -> None:
+    """A string such as ``"no"`` would be true."""
+    for key, value in switches.items():
+        if type(value) is not bool:
+            raise ValueError(f"{name}: {key} must be of type bool, got {value!r}")
 
 
 def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -162,7 +179,7 @@ def _assemble(
         raise ValueError("replayed episodes carry no values: replay does not go with a critic's advantage")
     needs = set(joined.needs - {"scores"}) | {need for key in choice.finish for need in FINISH[key].needs}
     needs |= {"single"} if choice.loss.single else set()
-    needs |= {"one_segment"} if choice.loss.sequence else set()
+    needs |= {"one_segment"} if choice.loss.sequence or choice.offpolicy_mask else set()
     hyper = _numbers(choice, joined.hyper, needs)
     hyper |= {key: value for key, value in defaults.items() if key in hyper}
     given = {key: value for key, value in options.items() if key not in keywords}
@@ -177,6 +194,7 @@ def _assemble(
         loss=objectives.token_objective(
             choice.loss.surrogate, kl=choice.kl if choice.kl_in == "loss" else None, critic="critic" in needs,
             imitation=choice.imitation, perception=choice.perception, clips=choice.loss.clips,
+            kl_corrected=choice.kl_corrected, offpolicy=choice.offpolicy_mask,
         ),
         hyper=hyper,
         needs=frozenset(needs),
@@ -201,10 +219,13 @@ def _implied(choice: Choice) -> tuple[Maker, ...]:
 
 
 def _in_order(makers: tuple[Maker, ...], extra: tuple[Maker, ...]) -> list[Maker]:
-    """The penalty before every other reward; what marks and re-weighs tokens after the advantage, before replay."""
-    first = [maker for maker in extra if maker is rewards.kl_penalty]
+    """The environment's reward is scaled before the penalty, and the penalty comes before every other reward; what
+    marks and re-weighs tokens after the advantage, before replay."""
+    scale = [maker for maker in makers if maker is rewards.running_scale]
+    first = [*scale, *(maker for maker in extra if maker is rewards.kl_penalty)]
     last = [maker for maker in makers if maker is replay.replay]
-    return [*first, *(m for m in makers if m not in last), *(m for m in extra if m not in first), *last]
+    rest = [maker for maker in (*makers, *extra) if maker not in (*first, *last)]
+    return [*first, *rest, *last]
 
 
 def _scored(made: list[Part], choice: Choice) -> list[Part]:
@@ -225,6 +246,8 @@ def _numbers(choice: Choice, hyper: dict[str, float], needs: set[str]) -> dict[s
         hyper = {"kl_coef": 0.01} | hyper
     if choice.perception:
         hyper |= {"perception_coef": 0.01, "perception_max": 10.0}
+    if choice.offpolicy_mask:
+        hyper |= {"offpolicy_delta": 0.5}
     if "critic" in needs:
         hyper |= {"value_coef": 0.5, "value_eps": 0.2}
     for key in choice.finish:

@@ -92,8 +92,13 @@ def _composed(options: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("imitation", f"{value('imitation')}: {IMITATIONS[value('imitation')].rule}"))
     if value("correction"):
         rows.append(("correction", f"{value('correction')}: pi_old / pi_behaviour, bounded"))
+    if value("offpolicy_mask"):
+        rows.append(
+            ("off policy", "sequences with A < 0 and a mean log pi_behaviour / pi > offpolicy_delta are silent")
+        )
     if value("kl"):
-        rows.append(("kl", f"{value('kl')} against the reference, in the {value('kl_in')}"))
+        corrected = ", times pi / pi_old" if value("kl_corrected") else ""
+        rows.append(("kl", f"{value('kl')} against the reference, in the {value('kl_in')}{corrected}"))
     if value("perception"):
         rows.append(("perception", "- perception_coef k3 against the policy's own words with masked observations"))
     rows += [("finish", f"{name}: {_first_line(FINISH[name].apply)}") for name in value("finish")]

@@ -30,17 +30,19 @@ KINDS: dict[str, dict[str, Maker]] = {
         trees.vine, trees.tree,
     ),
     "reward": named(
-        rewards.soft_overlong, rewards.malformed_penalty, rewards.step_reward, rewards.posterior_reward
+        rewards.soft_overlong, rewards.malformed_penalty, rewards.step_reward, rewards.posterior_reward,
+        rewards.running_scale,
     ),
     "filters": named(
         filters.varied, filters.complete, filters.uncertain, filters.uncertain_mass, filters.best_of_group,
-        filters.correct, filters.policy_filtration,
+        filters.correct, filters.not_all_correct, filters.policy_filtration,
     ),
     "advantage": named(
         credit.group, credit.own_group, credit.leave_one_out, credit.length_weighted, credit.gpg, credit.gdpo,
         credit.pass_at_k, credit.max_at_k, credit.best_gap, credit.gigpo, credit.turn_relative,
-        credit.process_relative, credit.returns, credit.ones, credit.gae, credit.turn_gae, credit.bilevel_gae,
-        credit.vapo_gae, credit.vtrace, collectors.subtract_baseline, trees.vine_advantage, trees.tree_advantage,
+        credit.process_relative, credit.tag_relative, credit.optimal_token, credit.returns, credit.ones, credit.gae,
+        credit.turn_gae, credit.bilevel_gae, credit.vapo_gae, credit.vtrace, collectors.subtract_baseline,
+        trees.vine_advantage, trees.tree_advantage,
     ),
     "shaping": named(
         credit.whiten, credit.entropy_shaped, credit.entropy_scaled, credit.aspo_shaped, credit.ktae_shaped,
@@ -66,8 +68,8 @@ class Choice(NamedTuple):
     Attributes:
       makers: the functions of the chosen parts, in order.
       loss, imitation: the policy loss, and the term beside it.
-      kl, kl_in: estimator or None; where its penalty stands.
-      correction, perception: as in ``compose``.
+      kl, kl_in, kl_corrected: estimator or None; where its penalty stands; whether it is corrected by the ratio.
+      correction, perception, offpolicy_mask: as in ``compose``.
       aggregation: as in ``compose``.
       finish: names of ``FINISH``.
     """
@@ -77,8 +79,10 @@ class Choice(NamedTuple):
     imitation: Imitation | None
     kl: str | None
     kl_in: str
+    kl_corrected: bool
     correction: str | None
     perception: bool
+    offpolicy_mask: bool
     aggregation: str
     finish: tuple[str, ...]
 
