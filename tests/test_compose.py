@@ -5,14 +5,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import trajectory
-from conversations import conversations, tools_of
+from conversations import TURNS, conversations, joined, run, split, tools_of, with_gap
 from quiz import ENV, fluent
 from tiny import CODEC, POLICY
+from tiny import params as tiny_params
 
-from agentrl_jax import TrainConfig, UpdateConfig, algorithms, make_hyper, make_init, make_step, parts, train
+from agentrl_jax import (
+    TrainConfig,
+    UpdateConfig,
+    algorithms,
+    credit,
+    make_hyper,
+    make_init,
+    make_step,
+    metrics,
+    parts,
+    scoring,
+    train,
+)
 from agentrl_jax.algorithm import Shape
-from agentrl_jax.algorithms import compose, make
+from agentrl_jax.algorithms import compose, make, prefer
 from agentrl_jax.algorithms.finishing import FINISH
+from agentrl_jax.types import Score
 
 CONFIG = TrainConfig(episodes=8, group_size=4, slots=8, max_tokens=20)
 
@@ -21,7 +35,10 @@ def test_choices_are_what_compose_takes():
     table = algorithms.choices()
     for name in table["advantage"]:
         needed = {"subtract_baseline": "greedy_baseline", "vine_advantage": "vine", "tree_advantage": "tree"}
-        more = {"tree_advantage": {"roots": 2}, "ones": {"filters": "correct"}}.get(name, {})
+        more = {
+            "tree_advantage": {"roots": 2}, "ones": {"filters": "correct"},
+            "tag_relative": {"tag": "tool_calls", "part": "malformed"},
+        }.get(name, {})  # fmt: skip
         assert compose(advantage=name, collect=needed.get(name), **more).name == "custom"
     for name in table["shaping"]:
         more = {"collect": "tree", "roots": 2} if name == "shared_prefix" else {}
@@ -92,6 +109,32 @@ def test_choices_are_what_compose_takes():
         ({"collect": "vine"}, "vine rolls what nothing reads: choose advantage='vine_advantage'"),
         ({"collect": "greedy_baseline"}, "choose advantage='subtract_baseline'"),
         ({"collect": "mixed_expert"}, "only shifts the baseline"),
+        ({"veto": True}, "veto is about the weights of a correction: choose correction='tis'"),
+        ({"normalise_weights": True}, "normalise_weights is about the weights of a correction"),
+        ({"correction": "tis", "veto": "yes"}, "custom: veto must be of type bool, got 'yes'"),
+        ({"correction": "tis", "veto": True, "veto_floor": -1.0}, "veto_floor must not be negative, got -1"),
+        ({"correction": "tis", "veto_floor": 0.1}, r"custom has no option \['veto_floor'\]"),
+        ({"offpolicy_mask": True, "ratio": "none", "clip": "none"}, "offpolicy_mask has nothing to silence"),
+        ({"offpolicy_mask": True, "advantage": "best_gap"}, "and those of best_gap never are"),
+        ({"offpolicy_mask": 1}, "custom: offpolicy_mask must be of type bool, got 1"),
+        ({"kl_corrected": True}, "a divergence in the loss: choose kl='k3'"),
+        ({"kl_corrected": True, "kl": "k1", "kl_in": "reward"}, "before the first update, where the ratio is 1"),
+        ({"kl_corrected": "no", "kl": "k3"}, "custom: kl_corrected must be of type bool, got 'no'"),
+        ({"reward": "running_scale"}, "and group by a deviation of its own: nothing would change"),
+        ({"reward": "running_scale", "advantage": "gigpo", "scale": "std"}, "and gigpo by a deviation of its own"),
+        ({"reward": "running_scale", "advantage": "returns", "shaping": "whiten"}, "and whiten by a deviation"),
+        (
+            {"reward": "running_scale", "advantage": "subtract_baseline", "collect": "greedy_baseline"},
+            "the greedy episode's return, which it subtracts, is not scaled",
+        ),
+        ({"reward": "running_scale", "advantage": "pass_at_k"}, "running_scale would be ignored or distort it"),
+        ({"advantage": "ones", "filters": "not_all_correct"}, "it needs a filter, such as best_of_group"),
+        ({"advantage": "tag_relative", "part": "malformed"}, "custom: tag_relative needs tag="),
+        (
+            {"advantage": "tag_relative", "tag": "tool_calls", "part": "malformed", "ratio": "sequence"},
+            "would average that of tag_relative away",
+        ),
+        ({"advantage": "optimal_token", "shaping": "entropy_scaled"}, "would flatten that of optimal_token"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(options, message):
@@ -108,6 +151,16 @@ def test_an_option_goes_with_its_ingredient():
     assert make("dapo", eps_high=0.3).hyper["eps_high"] == 0.3
     assert "critic" in make("grpo", advantage="gae").needs and make("grpo", advantage="gae").hyper["lambda_"] == 0.95
     assert make("ppo", advantage="group", kl_coef=0.1).needs == {"group", "reference"}
+
+
+def test_a_scale_is_let_in_where_it_changes_something():
+    for options in (
+        {"advantage": "group", "scale": "none"},
+        {"advantage": "gae", "shaping": "whiten"},
+        {"advantage": "group", "kl": "k1", "kl_in": "reward"},
+        {"advantage": "group", "reward": ("running_scale", "malformed_penalty")},
+    ):
+        assert "group" in compose(**{"reward": "running_scale", **options}).needs or options["advantage"] == "gae"
 
 
 def test_names_may_be_one_string():
@@ -176,6 +229,205 @@ def test_needs_are_checked_before_anything_compiles(need, config, message):
 def test_a_policy_filter_refuses_an_exact_reward():
     with pytest.raises(ValueError, match=r"pf_ppo needs the parts \['exact_reward'\]"):
         make_step(POLICY, CODEC, ENV, make("pf_ppo"), CONFIG)
+
+
+# What a keyword does to the numbers
+
+
+def objective(algorithm, b, **numbers):
+    """``logp -> loss`` of a weighed batch, and its metrics."""
+    hyper = {k: jnp.float32(v) for k, v in (algorithm.hyper | numbers).items()}
+    weighed = algorithm.weigh(b, hyper, 1)
+
+    def loss(logp):
+        zero = jnp.zeros_like(logp)
+        return algorithm.loss({"policy": Score(logp, zero, zero, b.bootstrap)}, weighed, hyper)
+
+    return loss
+
+
+def drifted(b, seed=0):
+    return jnp.minimum(b.traj.logp + 0.5 * jax.random.normal(jax.random.key(seed), (b.mask.shape[0], 1)), -1e-3)
+
+
+def test_sequences_that_have_drifted_are_silent_and_still_count():
+    b = conversations(11, expert=(2,))
+    b = b._replace(mask=b.traj.mask & ~b.traj.expert)
+    algorithm = compose(clip="none", offpolicy_mask=True)
+    assert algorithm.hyper["offpolicy_delta"] == 0.5 and "one_segment" in algorithm.needs
+    logp, mask = drifted(b), np.asarray(b.mask)
+    loss = objective(algorithm, b, offpolicy_delta=0.1)
+    (found, seen), grad = jax.value_and_grad(loss, has_aux=True)(logp)
+    p, old, sampled, adv = (np.asarray(x, np.float64) for x in (logp, b.logp_old, b.traj.logp, b.adv))
+    total, silent = 0.0, np.zeros(8, bool)
+    for i, on in enumerate(mask):
+        if not on.any():
+            continue
+        silent[i] = adv[i, on].mean() < 0 and (sampled - p)[i, on].mean() > 0.1
+        total += 0.0 if silent[i] else -(adv[i, on] * np.exp((p - old)[i, on])).sum()
+    assert 0 < silent.sum() < 7
+    np.testing.assert_allclose(found, total / mask.sum(), rtol=1e-5)
+    np.testing.assert_array_equal(np.abs(np.asarray(grad)).sum(1) > 0, ~silent & mask.any(1))
+    np.testing.assert_allclose(seen["kept_offpolicy"], [7 - silent.sum(), 7])
+    plain = objective(compose(clip="none"), b)
+    np.testing.assert_allclose(objective(algorithm, b, offpolicy_delta=99.0)(logp)[0], plain(logp)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k3"])
+def test_a_corrected_divergence_has_the_gradient_of_the_divergence(kl):
+    """``r k`` with ``r = pi / pi_old``: of k3 the gradient is ``r d``, of k1 ``r (d + 1)``; ``d = log pi / ref``."""
+    b = conversations(12)
+    b = b._replace(adv=jnp.zeros_like(b.adv))
+    algorithm = compose(clip="none", kl=kl, kl_coef=1.0, kl_corrected=True)
+    logp, mask = drifted(b), np.asarray(b.mask)
+    found, grad = jax.value_and_grad(lambda x: objective(algorithm, b)(x)[0])(logp)
+    p, old, ref = (np.asarray(x, np.float64) for x in (logp, b.logp_old, b.extra["logp_ref"]))
+    ratio, d = np.exp(p - old), p - ref
+    value = {"k1": d, "k3": np.exp(-d) - 1 + d}[kl]
+    slope = {"k1": d + 1, "k3": d}[kl]
+    np.testing.assert_allclose(found, (ratio * value)[mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(grad, np.where(mask, ratio * slope / mask.sum(), 0), atol=1e-6)
+    if kl == "k3":
+        plain = objective(compose(clip="none", kl=kl, kl_coef=1.0), b)
+        np.testing.assert_allclose(plain(logp)[0], value[mask].mean(), rtol=1e-5)
+
+
+def test_the_scale_of_rewards_is_remembered_and_spares_the_penalty():
+    """Returns to go of ``r / std - kl_coef k1``, the deviation over the episodes of both steps."""
+    first, second = conversations(13), conversations(14)
+    algorithm = compose(advantage="returns", baseline="none", reward="running_scale", kl="k1", kl_in="reward")
+    hyper = {k: jnp.float32(v) for k, v in algorithm.hyper.items()}
+    memory = algorithm.init(jax.random.key(0), Shape(8, 3, 24, TURNS))
+    seen = []
+    for b in (first, second):
+
+        def score(view, of, b=b):
+            logp = {"policy": b.logp_old, "reference": b.extra["logp_ref"]}[view.model]
+            return Score(logp, logp, logp, of.bootstrap)
+
+        seen += list(np.asarray(b.traj.reward, np.float64).sum(1))
+        memory, out, _ = algorithm.prepare(memory, b.traj, tools_of(b, score=score), hyper, jax.random.key(1))
+        mask = np.asarray(b.mask)
+        penalty = np.where(mask, np.asarray(b.logp_old - b.extra["logp_ref"]), 0)
+        paid = np.asarray(b.traj.reward) / (np.std(seen, ddof=1) + 1e-8) - 0.01 * penalty
+        expected = np.where(mask, np.cumsum(paid[:, ::-1], 1)[:, ::-1], 0)
+        np.testing.assert_allclose(np.where(mask, out.adv, 0), expected, atol=1e-5)
+    assert float(memory["running_scale"].count) == 16
+
+
+GROUPS = np.asarray((0, 0, 0, 1, 1, 1, 2, 2))
+
+
+def relative(values, ids, scale):
+    out = np.zeros(len(values))
+    for i in set(ids.tolist()):
+        mine = ids == i
+        x = values[mine]
+        if len(x) > 1 and np.ptp(x) > 0:
+            out[mine] = (x - x.mean()) / (x.std(ddof=1) + 1e-6 if scale == "std" else 1.0)
+    return out
+
+
+@pytest.mark.parametrize("scale", ["none", "std"])
+def test_turns_of_one_tag_are_compared(scale):
+    b = conversations(15)
+    part = credit.tag_relative(tag="tool_calls", part="answered", scale=scale)
+    assert part.needs == {"group", "parts:tool_calls", "parts:answered"}
+    out, _ = run(part, b, tag_coef=0.5)
+    played = np.asarray(b.traj.steps["played"])
+    tag, paid = (np.asarray(b.traj.steps[name]) for name in ("tool_calls", "answered"))
+    rows, turns = np.nonzero(played)
+    each = relative(paid[rows, turns], GROUPS[rows] * 2 + tag[rows, turns].astype(int), scale)
+    adv = np.zeros(played.shape)
+    adv[rows, turns] = relative(np.asarray(b.traj.reward).sum(1), GROUPS, scale)[rows] + 0.5 * each
+    expected = np.where(b.mask, np.take_along_axis(adv, np.maximum(np.asarray(b.traj.turn), 0), 1), 0)
+    np.testing.assert_allclose(out.adv, expected, atol=1e-5)
+    halves, _ = run(part, split(b), segments=2, tag_coef=0.5)
+    np.testing.assert_allclose(joined(halves.adv), out.adv, atol=1e-5)
+
+
+def told(view, of):
+    """Scores out of the batch itself: its log-probabilities, and half its entropies for the chance to agree."""
+    assert view.statistic is scoring.collision
+    return Score(of.logp_old, 0.5 * of.extra["entropy"], of.value, of.bootstrap)
+
+
+def test_the_optimal_baseline_of_a_token():
+    b, part = conversations(16, groups=(0, 0, 0, 1, 1, 1, 2)), credit.optimal_token()
+    out, _ = run(part, b, tools=tools_of(b, score=told))
+    mask, reward = np.asarray(b.mask), np.asarray(b.traj.reward, np.float64)
+    energy = 1 - 2 * np.exp(np.asarray(b.logp_old, np.float64)) + 0.5 * np.asarray(b.extra["entropy"])
+    expected = np.zeros(mask.shape)
+    for i in range(7):
+        for k, t in enumerate(np.flatnonzero(mask[i])):
+            top = bottom = mates = 0.0
+            for j in np.flatnonzero(GROUPS[:7] == GROUPS[i]):
+                own = np.flatnonzero(mask[j])
+                if k < len(own):
+                    weight = np.maximum(energy[j, own[: k + 1]], 0).sum()
+                    top, bottom, mates = top + weight * reward[j, own[k] :].sum(), bottom + weight, mates + 1
+            expected[i, t] = reward[i, t:].sum() - top / bottom if mates > 1 else 0.0
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(out.adv, expected, atol=1e-5)
+    assert not np.asarray(out.adv)[6].any()
+    # Contexts that restart, and observations of any length and content, change nothing.
+    halves = split(b)
+    found, _ = run(part, halves, tools=tools_of(halves, segments=2, score=told))
+    np.testing.assert_allclose(joined(found.adv), out.adv, atol=1e-5)
+    wide, keep = with_gap(b)
+    found, _ = run(part, wide, tools=tools_of(wide, score=told))
+    np.testing.assert_allclose(np.asarray(found.adv)[:, keep], out.adv, atol=1e-5)
+
+
+def test_equal_returns_leave_exactly_nothing():
+    b = conversations(17)
+    last = np.asarray([np.flatnonzero(row)[-1] for row in np.asarray(b.mask)])
+    b = b._replace(traj=b.traj._replace(reward=jnp.zeros(b.mask.shape).at[jnp.arange(8), last].set(0.3)))
+    assert not np.asarray(run(credit.optimal_token(), b, tools=tools_of(b, score=told))[0].adv).any()
+
+
+def test_the_energy_of_a_token_is_the_squared_gradient_in_its_logits():
+    tokens = jnp.asarray([[256, 97, 98, 99]], jnp.int32)
+    params, allowed = tiny_params(), jnp.asarray(CODEC.sampleable)
+    logp, chance, _ = scoring.token_scores(
+        POLICY, params, tokens, jnp.ones(1), allowed=allowed, statistic=scoring.collision
+    )
+    logits = jnp.where(allowed, POLICY.logits(params, POLICY.forward(params, tokens).hidden)[0], -jnp.inf)
+    slope = jax.vmap(jax.grad(lambda x, y: jax.nn.log_softmax(x)[y]))(logits[:-1], tokens[0, 1:])
+    energy = 1.0 - 2.0 * jnp.exp(logp) + chance
+    np.testing.assert_allclose(energy[0, 1:], np.square(slope).sum(1), rtol=1e-4)
+
+
+def test_new_keywords_take_a_whole_step_together():
+    algorithm = compose(
+        advantage="optimal_token", filters="not_all_correct", correction="tis", normalise_weights=True, veto=True,
+        offpolicy_mask=True, kl="k3", kl_corrected=True,
+    )  # fmt: skip
+    step, state = stepped(algorithm)
+    after, found = step(state)
+    numbers = {k: float(v) for k, v in metrics.finalize(found).items()}
+    assert numbers["grad_norm"] > 0 and numbers["skipped_updates"] == 0 and int(after.updates) == 1
+    # What was sampled is what is trained: weights of 1, nobody vetoed, nobody silenced.
+    np.testing.assert_allclose([numbers["correction_weight"], numbers["kept_offpolicy"]], [1, 1], atol=1e-3)
+
+
+def test_a_reward_model_learns_to_rank():
+    """The value behind the last token: its loss falls from step to step on the pairs of a step, accuracy rises."""
+    algorithm = prefer(loss="bradley_terry")
+    assert algorithm.needs == {"pairs", "critic"}
+    with pytest.raises(ValueError, match="custom needs a critic: build the policy with a value head"):
+        make_step(POLICY._replace(has_value=False), CODEC, ENV, algorithm, CONFIG)
+    step, state = stepped(algorithm)
+    before = state.params["policy"]
+    after, found = step(state)
+    numbers = {k: float(v) for k, v in metrics.finalize(found).items()}
+    np.testing.assert_allclose(numbers["loss"], np.log(2) * (numbers["pairs_kept"] > 0), rtol=1e-5)
+    assert numbers["margin"] == 0 and np.any(after.params["policy"]["value"] != before["value"])
+    losses = [numbers["loss"]]
+    for _ in range(5):
+        after, found = step(after)
+        losses.append(float(metrics.finalize(found)["loss"]))
+    assert np.mean(losses[-3:]) < losses[0]
 
 
 # What follows the update

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from conversations import T, conversations, run, tools_of
+from conversations import T, conversations, run, split, tools_of
 
-from agentrl_jax import algorithms, objectives, pairs, preference
+from agentrl_jax import algorithms, objectives, pairs, preference, trees
 from agentrl_jax.algorithms import make, prefer, unpaired
 from agentrl_jax.algorithms.preferences import PAIRS, RULES
 from agentrl_jax.types import Score
@@ -106,7 +106,7 @@ def test_a_preference_loss_is_its_function_of_the_pairs(name):
     logp = jnp.minimum(b.logp_old - 0.2, -1e-2)
     b = objectives.weigh_pairs(b, {}, 1)
     score = Score(logp, jnp.zeros_like(logp), jnp.zeros_like(logp), b.bootstrap)
-    found, metrics = objectives.preference_objective(rule.loss)({"policy": score}, b, hyper)
+    found, metrics = objectives.preference_objective(rule.loss, rule.reward)({"policy": score}, b, hyper)
     mask = np.asarray(b.mask)
     kept = mask.any((1, 2, 3))
     p, r = (np.where(mask, np.asarray(x, np.float64), 0).sum((2, 3)) for x in (logp, b.extra["logp_ref"]))
@@ -125,9 +125,75 @@ def test_a_preference_loss_is_its_function_of_the_pairs(name):
         "simpo": lambda: sigma(2 * (mw - ml) - 0.5), "cpo": lambda: sigma(0.1 * (w - l)) - mw,
         "orpo": lambda: -mw + 0.1 * sigma(odds()), "lcpo": lambda: sigma(odds()),
         "dmpo": lambda: dmpo(b, logp),
+        "bradley_terry": lambda: sigma(np.asarray(b.bootstrap)[:, 0, 0] - np.asarray(b.bootstrap)[:, 1, 0]),
     }[name]()  # fmt: skip
     np.testing.assert_allclose(found, expected[kept].mean(), rtol=2e-4)
     assert metrics["margin"][1] == kept.sum() > 0
+
+
+def test_label_noise_is_an_option():
+    b = objectives.weigh_pairs(paired(6), {}, 1)
+    loss, score = RULES["robust"].loss, Score(b.logp_old - 0.2, b.value, b.value, b.bootstrap)
+    found = lambda e: objectives.preference_objective(loss)(  # noqa: E731
+        {"policy": score}, b, {"beta": jnp.float32(0.5), "label_noise": jnp.float32(e)}
+    )[0]
+    mask = np.asarray(b.mask)
+    gap = np.where(mask, np.asarray(score.logp - b.extra["logp_ref"], np.float64), 0).sum((2, 3))
+    z = 0.5 * (gap[:, 0] - gap[:, 1])[mask.any((1, 2, 3))]
+    right, flipped = np.log1p(np.exp(-z)), np.log1p(np.exp(z))
+    for e in (0.0, 0.2, 0.4):
+        np.testing.assert_allclose(found(e), ((1 - e) * right - e * flipped).mean() / (1 - 2 * e), rtol=1e-4)
+    assert prefer(loss="robust", label_noise=0.3).hyper == {"beta": 0.1, "label_noise": 0.3}
+    for noise in (0.5, -0.1, np.asarray([0.1, 0.6])):
+        with pytest.raises(ValueError, match=r"label_noise must be in \[0, 0.5\)"):
+            prefer(loss="robust", label_noise=noise)
+    with pytest.raises(ValueError, match=r"custom has no option \['label_noise'\]; it has: .*label_smoothing"):
+        prefer(loss="dpo", label_noise=0.1)
+
+
+def test_a_reward_model_reads_the_last_row_that_was_played():
+    b = split(conversations(6))
+    out, _ = run(pairs.best_against_worst(), b, segments=2)
+    length = np.asarray(out.traj.length)
+    last = np.where(length[..., 1] > 0, 1, 0)
+    assert 0 < last.sum() < last.size
+    value = np.random.default_rng(0).normal(size=length.shape).astype(np.float32)
+    zero = jnp.zeros_like(out.logp_old)
+    found = objectives.final_value(Score(zero, zero, zero, jnp.asarray(value)), out)
+    np.testing.assert_array_equal(found, np.take_along_axis(value, last[..., None], -1)[..., 0])
+
+
+def branched(seed, turn):
+    """Episodes whose first of a group is a root, from which the others branch off at the beginning of ``turn``."""
+    b = conversations(seed)
+    begun = np.asarray(b.traj.mask) & (np.asarray(b.traj.turn) == turn)
+    first = np.where(begun.any(1), begun.argmax(1), -1)
+    root = np.isin(np.arange(8), (0, 3, 6))
+    return b._replace(traj=b.traj._replace(branch=jnp.asarray(np.where(root, -1, first), jnp.int32)))
+
+
+@pytest.mark.parametrize("limit", [1, 2, None])
+def test_segments_begin_where_a_pair_parts_and_are_equally_long(limit):
+    checked = 0
+    for seed in range(8):
+        b = branched(seed, 1)
+        part = trees.segment_pairs(segment_turns=limit)
+        out, _ = run(part, b)
+        whole, _ = run(pairs.best_against_worst(), b)
+        step, _ = run(trees.step_pairs(), b)
+        for p in range(3):
+            mask, turn = np.asarray(whole.mask)[p, :, 0], np.asarray(whole.traj.turn)[p, :, 0]
+            turns = [len(set(turn[i][mask[i]])) for i in range(2)]
+            if not mask.any() or min(turns) < 2 or np.asarray(out.traj.branch)[p].max() < 0:
+                continue
+            last = min(turns) - 1 if limit is None else min(min(turns) - 1, limit)
+            expected = mask & (turn >= 1) & (turn <= last)
+            np.testing.assert_array_equal(np.asarray(out.mask)[p, :, 0], expected)
+            assert len(set(turn[0][expected[0]])) == len(set(turn[1][expected[1]])) == last
+            if limit == 1:
+                np.testing.assert_array_equal(np.asarray(step.mask)[p], np.asarray(out.mask)[p])
+            checked += 1
+    assert checked >= 5
 
 
 def dmpo(b, logp):
@@ -161,12 +227,17 @@ def test_preferences_are_composed_by_name():
     assert "reference" not in prefer(loss="simpo").needs and prefer(loss="dpo").needs >= {"reference", "pairs"}
     for name in PAIRS:
         assert prefer(pairs=name).hyper["beta"] == 0.1
+    assert prefer(pairs="segment_pairs").needs == make("sdpo").needs == {"pairs", "reference", "one_segment"}
     for build, message in [
         (lambda: prefer(loss="x"), "Unknown loss 'x'. Known: dpo"),
         (lambda: prefer(pairs="x"), "Unknown pairs 'x'. Known: best_against_worst"),
         (lambda: prefer(gamma=1.0), r"custom has no option \['gamma'\]; it has: .*beta"),
         (lambda: make("simpo", gamma="x"), "gamma must be a number, got 'x'"),
         (lambda: unpaired(gamma=1.0), r"custom has no option \['gamma'\]"),
+        (lambda: prefer(loss="dmpo", pairs="segment_pairs"), "segment_pairs compares a part that begins late"),
+        (lambda: prefer(loss="bradley_terry", beta=0.1), r"custom has no option \['beta'\]; it has: label_margin"),
+        (lambda: prefer(pairs="segment_pairs", segment_turns=0), "segment_turns must be at least 1, got 0"),
+        (lambda: make("sdpo", segment_turns="all"), "sdpo: segment_turns must be of type int, got 'all'"),
         (lambda: make("lcpo", all_correct="no"), "lcpo: all_correct must be of type bool, got 'no'"),
     ]:
         with pytest.raises(ValueError, match=message):

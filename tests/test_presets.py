@@ -15,7 +15,7 @@ from agentrl_jax import TrainConfig, UpdateConfig, algorithms, envs, make_hyper,
 NAMES = algorithms.names()
 SURVEY = (
     "reinforce reinforce_plus_plus reinforce_plus_plus_baseline rloo remax ppo vapo lite_ppo pf_ppo vine_ppo "
-    "online_dpo beta_dpo simpo ipo kto orpo step_dpo lcpo grpo dapo luffy gspo gmpo pro_rl posterior_grpo dr_grpo "
+    "online_dpo beta_dpo simpo ipo kto orpo step_dpo sdpo lcpo grpo dapo luffy gspo gmpo pro_rl posterior_grpo dr_grpo "
     "step_grpo greso starpo starpo_s ghpo srpo skywork_ssb aspo tree_po edge_grpo arpo dars chord papo pass_at_k "
     "ktae cispo sapo gigpo turn_grpo bilevel_ppo awr raft"
 ).split()

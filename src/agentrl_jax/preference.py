@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from agentrl_jax.checks import check_above
+from agentrl_jax.checks import check_above, check_numbers
 from agentrl_jax.masked import as_float, fill, masked_mean, masked_sum
 from agentrl_jax.types import Array
 
@@ -58,19 +58,18 @@ def robust_dpo(
     ref_l: Array,
     *,
     beta: Array | float = 0.1,
-    label_noise: float = 0.1,
+    label_noise: Array | float = 0.1,
 ) -> Array:
     """``[-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)] / (1 - 2 e)``, ``[P]``.
 
     Unbiased when a share e of the labels is flipped; can be negative; ``e = 0`` is ``dpo``.
 
     Raises:
-      ValueError: ``label_noise`` outside ``[0, 1/2)``.
+      ValueError: ``label_noise`` outside ``[0, 1/2)``; a traced one cannot be looked at.
 
     Source: Chowdhury et al., Provably Robust DPO, 2024, arXiv 2403.00409.
     """
-    if not 0.0 <= label_noise < 0.5:
-        raise ValueError(f"label_noise must be in [0, 0.5), got {label_noise}.")
+    check_numbers({"label_noise": label_noise})
     z = beta * margin(logp_w, logp_l, ref_w, ref_l)
     right, flipped = -jax.nn.log_sigmoid(z), -jax.nn.log_sigmoid(-z)
     return ((1.0 - label_noise) * right - label_noise * flipped) / (1.0 - 2.0 * label_noise)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -270,6 +271,34 @@ def step_pairs() -> Part:
 
     Source: Lai et al., Step-DPO, 2024, arXiv 2406.18629 (beta .4 to .5).
     """
+    return _late_pairs("step_pairs", lambda step, last: step)
+
+
+def segment_pairs(*, segment_turns: int | None = 3) -> Part:
+    """SDPO's data, on the agent's own trajectories: pairs of segments of equally many turns, behind a shared history.
+
+    Rows and pairs are those of ``step_pairs``; the mask is that of the turn where they part and of those after it, as
+    many in both: up to the end of the shorter one, and ``segment_turns`` at most (None: no limit). With ``dpo`` on sums
+    over it, ``-log sigmoid(beta sum_k (log-ratio of the chosen's turn k - of the rejected's))``, the partition
+    functions cancel, since the segments begin in one state and are equally long. In the paper a language model finds
+    the turn where an episode goes wrong and chooses the segment (of 3 turns in most pairs); here the turn is drawn, and
+    returns of what followed tell the better segment.
+
+    Raises:
+      ValueError: ``segment_turns`` below 1.
+
+    Source: Kong et al., SDPO: Segment-Level Direct Preference Optimization, 2025, arXiv 2501.01821.
+    """
+    check_at_least(1, segment_turns=segment_turns)
+
+    def end(step: Array, last: Array) -> Array:
+        return last if segment_turns is None else jnp.minimum(last, step + (segment_turns - 1))
+
+    return _late_pairs("segment_pairs", end)
+
+
+def _late_pairs(name: str, end: Callable[[Array, Array], Array]) -> Part:
+    """Pairs that part at a drawn turn, and the tokens from there to ``end(turn, last turn of the shorter)``."""
 
     def collect(memory: PyTree, tools: Tools, hyper: dict[str, Array], key: Array) -> tuple[PyTree, Trajectory]:
         del hyper
@@ -289,6 +318,9 @@ def step_pairs() -> Part:
         begun = jnp.take_along_axis(traj.turn, jnp.maximum(traj.branch, 0)[..., None], axis=-1)[..., 0]
         # The root of a group has branched from nothing: its mate in the pair tells the turn.
         step = jnp.max(jnp.where(traj.branch >= 0, begun, -1), axis=(1, 2))[:, None, None]
-        return memory, batch._replace(mask=preference.segment_mask(batch.mask, traj.turn, step, step)), metrics
+        turns = jnp.max(jnp.where(traj.mask, traj.turn, -1), axis=-1)
+        last = jnp.min(turns, axis=(1, 2))[:, None, None]
+        mask = preference.segment_mask(batch.mask, traj.turn, step, end(step, last))
+        return memory, batch._replace(mask=mask), metrics
 
-    return Part("step_pairs", stage, collect, needs=_ONE_ROW | {"pairs"})
+    return Part(name, stage, collect, needs=_ONE_ROW | {"pairs"})

@@ -57,6 +57,14 @@ COMPARED: dict[str, Preset] = {
         "Steps are turns, judged by how their episodes end.",
         prefer,
     ),
+    "sdpo": Preset(
+        "SDPO: Segment-Level Direct Preference Optimization",
+        "Kong et al., 2025, arXiv 2501.01821",
+        {"loss": "dpo", "pairs": "segment_pairs"},
+        "The turn where the segments part is drawn, and returns tell the better one; in the paper a language model "
+        "finds the wrong turn and chooses the segment.",
+        prefer,
+    ),
     "dmpo": Preset(
         "Direct Multi-Turn Preference Optimization",
         "Shi et al., 2024, arXiv 2406.14868",

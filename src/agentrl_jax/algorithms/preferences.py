@@ -17,7 +17,9 @@ from agentrl_jax.objectives import Compared, Preference
 from agentrl_jax.parts import Part
 from agentrl_jax.types import Array, Batch, Score
 
-PAIRS: dict[str, Maker] = named(pairs.best_against_worst, pairs.shortest_against_longest, trees.step_pairs)
+PAIRS: dict[str, Maker] = named(
+    pairs.best_against_worst, pairs.shortest_against_longest, trees.step_pairs, trees.segment_pairs
+)
 """What ``prefer(pairs=...)`` knows."""
 
 
@@ -29,12 +31,14 @@ class Rule(NamedTuple):
       rule: the formula, for people.
       hyper: the numbers it reads, and their defaults.
       reference: whether it needs the frozen reference policy.
+      reward: ``(Score, Batch) -> [P, 2]``, what is compared where it is not log-probabilities; from a value head.
     """
 
     loss: Preference
     rule: str
     hyper: dict[str, float]
     reference: bool = True
+    reward: Callable[[Score, Batch], Array] | None = None
 
 
 def _margin(loss: Callable[..., Array], *names: str, mean: bool = False) -> Preference:
@@ -99,6 +103,14 @@ def _dmpo(pair: Compared, score: Score, batch: Batch, hyper: dict[str, Array]) -
     )
 
 
+def _bradley_terry(pair: Compared, score: Score, batch: Batch, hyper: dict[str, Array]) -> Array:
+    del pair
+    reward = objectives.final_value(score, batch)
+    return preference.bradley_terry(
+        reward[:, 0], reward[:, 1], label_margin=hyper["label_margin"], centre_coef=hyper["centre_coef"]
+    )
+
+
 RULES: dict[str, Rule] = {
     "dpo": Rule(
         _margin(preference.dpo, "beta", "label_smoothing"), "-log sigmoid(beta h), smoothed labels",
@@ -108,7 +120,9 @@ RULES: dict[str, Rule] = {
         _dpo_nll, "-log sigmoid(beta h) + nll_coef (mean -log pi of the chosen)", {"beta": 0.1, "nll_coef": 1.0}
     ),
     "robust": Rule(
-        _margin(preference.robust_dpo, "beta"), "DPO unbiased under 10 % flipped labels", {"beta": 0.1}
+        _margin(preference.robust_dpo, "beta", "label_noise"),
+        "(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), e the share of flipped labels",
+        {"beta": 0.1, "label_noise": 0.1},
     ),
     "hinge": Rule(_margin(preference.hinge, "beta"), "max(0, 1 - beta h)", {"beta": 0.1}),
     "ipo": Rule(_margin(_ipo, "beta", mean=True), "(h - 1 / (2 beta))^2, h of means", {"beta": 0.1}),
@@ -133,6 +147,11 @@ RULES: dict[str, Rule] = {
         _dmpo, "-log sigmoid(beta sum_k (phi_k h_k)), phi the discounted occupancy of turn k",
         {"beta": 0.1, "turn_discount": 0.7},
     ),
+    "bradley_terry": Rule(
+        _bradley_terry,
+        "-log sigmoid(r_w - r_l - label_margin) + centre_coef (r_w + r_l)^2, r the value after an episode's last token",
+        {"label_margin": 0.0, "centre_coef": 0.0}, reference=False, reward=objectives.final_value,
+    ),
 }  # fmt: skip
 """What ``prefer(loss=...)`` knows; ``h`` is the chosen's log-ratio to the reference minus the rejected's."""
 
@@ -155,12 +174,20 @@ def prefer(
     Over several turns the environment's terms cancel between policy and reference, since both see the same
     observations; the partition functions of later states do not: that is DMPO's point.
 
+    ``loss="bradley_terry"`` trains no policy but a reward model, the value head behind the policy's last token, on
+    episodes that the policy samples: ``Score.bootstrap`` of an episode is then its score. Its gradient reaches the
+    layers that both share.
+
     Raises:
-      ValueError: an unknown name or option, with what there is.
+      ValueError: an unknown name or option, with what there is; pairs that a loss cannot read.
     """
     check_choice("loss", loss, tuple(RULES))
     check_choice("pairs", pairs, tuple(PAIRS))
     rule, maker = RULES[loss], PAIRS[pairs]
+    if loss == "dmpo" and pairs in ("step_pairs", "segment_pairs"):
+        raise ValueError(
+            f"dmpo weighs the turns of whole episodes, and {pairs} compares a part that begins late: take loss='dpo'"
+        )
     keywords = keywords_of((maker,))
     static = {key: value for key, value in options.items() if key in keywords}
     check_static(name, keywords, static)
@@ -170,9 +197,11 @@ def prefer(
     hyper = override(name, {**joined.hyper, **rule.hyper}, given, ("loss", "pairs", *keywords))
     return Algorithm(
         name=name, prepare=joined.prepare, weigh=objectives.weigh_pairs,
-        loss=objectives.preference_objective(rule.loss), hyper=hyper,
-        needs=joined.needs - {"scores"} | ({"reference"} if rule.reference else set()), init=joined.init,
-        collect=joined.collect,
+        loss=objectives.preference_objective(rule.loss, rule.reward), hyper=hyper,
+        needs=joined.needs - {"scores"}
+        | ({"reference"} if rule.reference else set())
+        | ({"critic"} if rule.reward is not None else set()),
+        init=joined.init, collect=joined.collect,
     )  # fmt: skip
 
 
