@@ -18,6 +18,8 @@ import accelerate
 import numpy as np
 import torch
 
+torch.set_num_threads(1)  # The tensors are tiny: threads would only wait for each other.
+
 GRPO, GMPO = "trainer.grpo_trainer.GRPOTrainer", "experimental.gmpo.gmpo_trainer.GMPOTrainer"
 RLOO, DPO = "trainer.rloo_trainer.RLOOTrainer", "trainer.dpo_trainer.DPOTrainer"
 KTO, SFT = "trainer.kto_trainer.KTOTrainer", "trainer.sft_trainer.SFTTrainer"
