@@ -58,14 +58,14 @@ class Options:
     root: str = _flag("runs", "Folder that holds the runs.")
     seed: int = _flag(0, "Root of all randomness.", low=0, high=2**32 - 1)
     how: str = _flag(
-        "map",
-        "Seeds one after the other in one program, at once in one program, or spread over devices.",
-        choices=("map", "vmap", "pmap"),
+        "pmap",
+        "Seeds spread over devices (on a single one: one after the other), one after the other, or at once.",
+        choices=("pmap", "map", "vmap"),
     )
-    cpu_devices: int = _flag(0, "Virtual devices of the CPU for --how=pmap; 0: as JAX is set up.", low=0)
+    cpu_devices: int = _flag(0, "Devices into which JAX divides the CPU; 0: one a core, up to --seeds.", low=0)
     compile_cache: str = _flag("", "Folder that keeps compiled programs for the next time; empty: none.")
 
-    budget: int = _flag(200_000, "Tokens of a run: read, written, and thrown away.", low=1, high=2 * 10**9)
+    budget: int = _flag(60_000, "Tokens of a run: read, written, and thrown away.", low=1, high=2 * 10**9)
     max_steps: int = _flag(5000, "Steps after which a run ends even below its budget.", low=1)
     episodes: int = _flag(64, "Episodes of a step, a multiple of --group_size.", low=1)
     group_size: int = _flag(8, "Episodes that try the same task, unless an algorithm says otherwise.", low=1)
@@ -92,8 +92,8 @@ class Options:
     supervised_warmup: int = _flag(20, "Updates of its linear warm-up.", low=0)
 
     held_out: float = _flag(0.1, "Share of tasks kept for evaluation.", low=0.0, high=0.99)
-    evals: int = _flag(6, "Evaluations of a run after the one at the start, evenly over its budget.", low=1)
-    eval_problems: int = _flag(64, "Held-out tasks of an evaluation.", low=1)
+    evals: int = _flag(4, "Evaluations of a run after the one at the start, evenly over its budget.", low=1)
+    eval_problems: int = _flag(32, "Held-out tasks of an evaluation.", low=1)
     eval_samples: int = _flag(8, "Sampled tries of each task, beside the greedy one.", low=1)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -157,8 +158,6 @@ def benchmark(given: dict[str, Any], command: str) -> int:
     started = time.monotonic()
     try:
         options = Options(**given)
-        if options.cpu_devices:
-            jax.config.update("jax_num_cpu_devices", options.cpu_devices)
         pairs = bench_grid.plan(options)
         directory = safe_child(options.root, options.name)
         directory.mkdir(parents=True, exist_ok=True)
@@ -178,6 +177,14 @@ def benchmark(given: dict[str, Any], command: str) -> int:
     return 1 if any(result["status"] == FAILED for result in results) else 0
 
 
+def divide_cpu(given: dict[str, Any]) -> None:
+    """Sets the number of CPU devices, before JAX is used; a user's own ``XLA_FLAGS`` win."""
+    wanted, seeds = (given.get(name, getattr(Options, name)) for name in ("cpu_devices", "seeds"))
+    count = wanted or min(os.cpu_count() or 1, seeds)
+    if count > 0 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
@@ -187,7 +194,9 @@ def main(argv: Sequence[str]) -> int:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     command = "python experiments/benchmark.py " + shlex.join(sys.argv[1:])
-    return benchmark(training.given(flags.FLAGS, Options), command)
+    given = training.given(flags.FLAGS, Options)
+    divide_cpu(given)
+    return benchmark(given, command)
 
 
 if __name__ == "__main__":

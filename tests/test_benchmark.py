@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from absl import flags
 from matplotlib.image import imread
@@ -194,6 +195,49 @@ def test_what_an_environment_lacks_is_no_failure(monkeypatch):
     monkeypatch.setattr(algorithms, "make", lambda name, **given: needy if name == "needy" else made(name, **given))
     pairs = bench_grid.plan(options("--algos=grpo,needy", "--envs=guess"))
     assert not pairs[0].reason and "needs the parts ['marks']" in pairs[1].reason
+
+
+def test_tasks_in_series_and_thoughts_are_options_of_any_environment():
+    text = "probe_observation:series=3:paid_at_end=True:thoughts=2:held_out=0"
+    arena = bench_grid.plan(options("--algos=grpo", f"--envs={text}"))[0].arena
+    assert arena.env.name == "thinking(series(probe_observation,3,paid_at_end),2)" and arena.env.spec.max_turns == 3
+    with pytest.raises(ValueError, match="paid_at_end belongs to series=N"):
+        bench_grid.plan(options("--algos=grpo", "--envs=guess:paid_at_end=True"))
+    with pytest.raises(ValueError, match="tasks must be an int of at least 2, got 1"):
+        bench_grid.plan(options("--algos=grpo", "--envs=guess:series=1"))
+
+
+# Statistics of a pair
+
+
+def test_agreement_is_the_mean_cosine_of_the_seeds_gradients():
+    rng = np.random.default_rng(0)
+    grads = rng.normal(size=(6, 5)) + 0.5
+    mu = {"w": jnp.asarray(grads[:, :3]), "b": jnp.asarray(grads[:, 3:])}
+    state = (optax.ScaleByAdamState(count=jnp.ones(6, jnp.int32), mu=mu, nu=mu),)
+    unit = grads / np.linalg.norm(grads, axis=1, keepdims=True)
+    expected = [
+        np.mean([a @ b for i, a in enumerate(u) for j, b in enumerate(u) if i != j]) for u in (unit[:3], unit[3:])
+    ]
+    np.testing.assert_allclose(bench_train.agreement(state, 3), expected, rtol=1e-5)
+    scaled = jax.tree.map(lambda x: x * jnp.arange(1.0, 7.0)[:, None], mu)
+    np.testing.assert_allclose(bench_train.agreement((state[0]._replace(mu=scaled),), 3), expected, rtol=1e-5)
+
+
+def test_agreement_leaves_gradients_of_nothing_out():
+    mu = {"w": jnp.asarray([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [2.0, 0.0]])}
+    state = (optax.ScaleByAdamState(count=jnp.ones(6, jnp.int32), mu=mu, nu=mu),)
+    first, second = bench_train.agreement(state, 3)
+    assert first == pytest.approx(2**-0.5) and second is None
+    assert bench_train.agreement(state, 1) == [None] * 6
+
+
+def test_an_evaluation_without_failures_has_no_length_of_them():
+    found = {"solved": np.array([2, 2]), "greedy": 1.0, "written_solved": 3.0, "written_failed": np.float32(np.nan)}
+    numbers = bench_train.spelled(found, 2)
+    assert numbers["written_failed"] is None and numbers["written_solved"] == 3.0 and numbers["pass"]["2"] == 1.0
+    with pytest.raises(FloatingPointError, match="greedy of an evaluation is nan"):
+        bench_train.spelled(found | {"greedy": np.nan}, 2)
 
 
 # A budget
