@@ -210,11 +210,11 @@ def behaviour_correction(*, correction: str = "tis", normalise_weights: bool = F
     level, rule, low, high = CORRECTIONS[correction]
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
-        known = batch.mask & ~batch.traj.expert
         weight = importance.importance_weight(
             batch.logp_old, batch.traj.logp, batch.mask, level=level, rule=rule,
             low=hyper["correction_low"], high=hyper["correction_high"], known=~batch.traj.expert,
         )  # fmt: skip
+        known = batch.mask & ~batch.traj.expert if normalise_weights or veto else batch.mask
         if normalise_weights:
             weight = jnp.where(known, _normalised(weight, known, level), weight)
         if veto:

@@ -231,8 +231,10 @@ def preference_objective(loss: Preference, reward: Callable[[Score, Batch], Arra
         # A pair's weight stands on each of its tokens.
         weight = jnp.max(batch.weight, axis=(1, 2, 3))
         kept = weight > 0
-        told = logp - ref if reward is None else reward(score, batch)
-        gap = jax.lax.stop_gradient(told[:, 0] - told[:, 1])
+        gap = jax.lax.stop_gradient((logp - ref)[:, 0] - (logp - ref)[:, 1])
+        if reward is not None:
+            told = jax.lax.stop_gradient(reward(score, batch))
+            gap = told[:, 0] - told[:, 1]
         metrics = diagnostics(score, batch, hyper)
         metrics["margin"] = metrics_lib.masked(gap, kept)
         metrics["preference_accuracy"] = metrics_lib.masked((gap > 0).astype(jnp.float32), kept)

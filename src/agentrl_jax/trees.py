@@ -271,7 +271,7 @@ def step_pairs() -> Part:
 
     Source: Lai et al., Step-DPO, 2024, arXiv 2406.18629 (beta .4 to .5).
     """
-    return _late_pairs("step_pairs", lambda step, last: step)
+    return _late_pairs("step_pairs", lambda step, traj: step)
 
 
 def segment_pairs(*, segment_turns: int | None = 3) -> Part:
@@ -291,14 +291,16 @@ def segment_pairs(*, segment_turns: int | None = 3) -> Part:
     """
     check_at_least(1, segment_turns=segment_turns)
 
-    def end(step: Array, last: Array) -> Array:
+    def end(step: Array, traj: Trajectory) -> Array:
+        turns = jnp.max(jnp.where(traj.mask, traj.turn, -1), axis=-1)
+        last = jnp.min(turns, axis=(1, 2))[:, None, None]
         return last if segment_turns is None else jnp.minimum(last, step + (segment_turns - 1))
 
     return _late_pairs("segment_pairs", end)
 
 
-def _late_pairs(name: str, end: Callable[[Array, Array], Array]) -> Part:
-    """Pairs that part at a drawn turn, and the tokens from there to ``end(turn, last turn of the shorter)``."""
+def _late_pairs(name: str, end: Callable[[Array, Trajectory], Array]) -> Part:
+    """Pairs that part at a drawn turn, and the tokens from there to the turn ``end(turn, rows of the pairs)``."""
 
     def collect(memory: PyTree, tools: Tools, hyper: dict[str, Array], key: Array) -> tuple[PyTree, Trajectory]:
         del hyper
@@ -318,9 +320,7 @@ def _late_pairs(name: str, end: Callable[[Array, Array], Array]) -> Part:
         begun = jnp.take_along_axis(traj.turn, jnp.maximum(traj.branch, 0)[..., None], axis=-1)[..., 0]
         # The root of a group has branched from nothing: its mate in the pair tells the turn.
         step = jnp.max(jnp.where(traj.branch >= 0, begun, -1), axis=(1, 2))[:, None, None]
-        turns = jnp.max(jnp.where(traj.mask, traj.turn, -1), axis=-1)
-        last = jnp.min(turns, axis=(1, 2))[:, None, None]
-        mask = preference.segment_mask(batch.mask, traj.turn, step, end(step, last))
+        mask = preference.segment_mask(batch.mask, traj.turn, step, end(step, traj))
         return memory, batch._replace(mask=mask), metrics
 
     return Part(name, stage, collect, needs=_ONE_ROW | {"pairs"})
