@@ -36,7 +36,7 @@ RESERVED = (
     "dense_reward", "distinct_episodes", "silenced", "correction_weight", "beta", "desirable", "kto_reference",
     "perception", "imitation", "mc_value", "extra_tokens", "inherited_tokens", "rounds", "hint", "greedy_return",
     "skipped", "in_epoch", "replay_share", "replay_age", "kept_varied", "kept_complete", "kept_uncertain",
-    "kept_uncertain_mass", "kept_best_of_group", "kept_correct",
+    "kept_uncertain_mass", "kept_best_of_group", "kept_correct", "kept_not_all_correct", "kept_offpolicy",
     "entropy", "kl_old", "max_logp_gap", "clip_high", "clip_low", "kl", "value_loss", "margin", "preference_accuracy",
     "loss", "loss_tokens", "grad_norm", "clipped_updates", "skipped_updates", "learning_rate",
 )  # fmt: skip
