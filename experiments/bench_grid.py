@@ -106,7 +106,8 @@ ENVIRONMENTS = {
 NUMBERS = tuple(name for name in Hyper._fields if name not in ("decay", "env_params", "algorithm"))
 SIZES = ("episodes", "group_size", "slots", "epochs", "minibatches", "microbatches")
 _ARENA = (
-    "max_tokens", "segments", "held_out", "supervised_steps", "budget", "label", "series", "paid_at_end", "thoughts",
+    "max_tokens", "segments", "held_out", "supervised_steps", "budget", "eval_problems", "label", "series",
+    "paid_at_end", "thoughts",
 )  # fmt: skip
 _SHORT = {"lr": "learning_rate"}
 
@@ -131,6 +132,7 @@ class Arena(NamedTuple):
     segments: int
     supervised_steps: int
     budget: int
+    eval_problems: int
     policy: Policy
     codec: Codec
     model: TransformerConfig
@@ -238,7 +240,8 @@ def _arena(token: tuple[str, tuple[str, ...], str], options: Options) -> Arena:
         str(own.get("label", text if given else name)), env, held_out,
         building.choose_max_tokens(settings, env, codec)[0], max(1, whole("segments", 1)),
         whole("supervised_steps", options.supervised_steps) if env.expert is not None else 0,
-        max(1, whole("budget", options.budget)), transformer_policy(model), codec, model,
+        max(1, whole("budget", options.budget)), max(1, whole("eval_problems", options.eval_problems)),
+        transformer_policy(model), codec, model,
     )  # fmt: skip
 
 
@@ -354,10 +357,11 @@ def _settings(
     method: Method, arena: Arena, config: TrainConfig, points: Sequence[Point], options: Options
 ) -> dict[str, Any]:
     """Everything that a pair's result depends on, as plain values."""
-    names = ("seeds", "seed", "max_steps", "evals", "eval_problems", "eval_samples", "temperature")
+    names = ("seeds", "seed", "max_steps", "evals", "eval_samples", "temperature")
     algorithm = method.algorithm
     return {
-        "cold_start": cold_start_settings(arena, options), "budget": arena.budget, "structure": plain(config),
+        "cold_start": cold_start_settings(arena, options), "budget": arena.budget,
+        "eval_problems": arena.eval_problems, "structure": plain(config),
         "algorithm": {**method.options, "needs": sorted(algorithm.needs), "hyper": plain(algorithm.hyper)},
         "points": [
             {"label": point.label, "numbers": plain(hyper(method, arena, point, options)._replace(env_params=None))}

@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
       budget: tokens of a run.
       seconds: wall time of the pair: wait (for the compiler), train, evaluate; beside them compile, in the background.
       note: what is to be said of the environment's tasks.
-      agreement: mean cosine of the first gradients of the seeds; None with one seed.
+      agreement: mean cosine of the first gradients of the seeds; None with one seed or a critic.
     """
 
     arena: str
@@ -209,7 +209,8 @@ def markdown(numbers: Mapping[str, Any]) -> str:
         f"held-out success is {numbers['bar']:.0%}, and the runs that reach it. Entropy and KL are in nats per token "
         "at the end, KL against the weights all began from; length in tokens per episode, and written of them by the "
         "agent in tries that solved the task and that failed; same reward: share of training groups whose members were "
-        "all paid alike, over the run; agreement: mean cosine between the seeds' first gradients, 1 without noise.",
+        "all paid alike, over the run; agreement: mean cosine of the seeds' first gradients, 1 without noise (none with a "
+        "critic).",
     ]
     for arena, body in numbers["environments"].items():
         start = body["start"]

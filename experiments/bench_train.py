@@ -142,9 +142,9 @@ def make_judge(arena: Arena, test: Environment, options: Options) -> Callable[[t
     """
     tries = 1 + options.eval_samples
     play = make_evaluate(
-        arena.policy, arena.codec, test, problems=options.eval_problems, samples=options.eval_samples,
+        arena.policy, arena.codec, test, problems=arena.eval_problems, samples=options.eval_samples,
         max_tokens=arena.max_tokens, segments=arena.segments,
-        slots=min(options.slots or options.eval_problems * tries, options.eval_problems * tries),
+        slots=min(options.slots or arena.eval_problems * tries, arena.eval_problems * tries),
     )  # fmt: skip
     view, allowed = scoring.View(), arena.codec.sampleable
 
@@ -319,7 +319,9 @@ def run_pair(pair: Pair, ground: Ground, options: Options, job: Future[Programs]
     states, used, first = run_to(programs.advance, states, used, 1, options.max_steps)
     for lane, row in zip(lanes, first, strict=True):
         lane["steps"].update(row)
-    agreements = agreement(states.opt_state, options.seeds)
+    # The gradient of an untrained value head is much the same for all seeds, and would pass for agreement.
+    critic = "critic" in pair.method.algorithm.needs
+    agreements = [None] * len(pair.points) if critic else agreement(states.opt_state, options.seeds)
     for i in range(options.evals):
         target = pair.arena.budget * (i + 1) // options.evals
         states, used, rows = run_to(programs.advance, states, used, target, options.max_steps)
@@ -341,7 +343,7 @@ def agreement(opt_state: PyTree, seeds: int) -> list[float | None]:
     ``mean_{i != j} cos(g_i, g_j)``, about ``|E g|^2 / (|E g|^2 + tr Cov g)``: 1 without noise, 0 where the gradient is
     nothing else, and independent of its scale. ``opt_state [L, ...]`` is that of Adam after one step; its first moment
     is the gradient, or where a step makes several updates their moving average. None with one seed, or where all
-    gradients but one are 0.
+    gradients but one are 0. It is that of the first step: baselines with a memory are still empty there.
     """
     moments = [np.asarray(jax.device_get(x)) for x in jax.tree.leaves(optax.tree.get(opt_state, "mu"))]
     flat = np.concatenate([x.reshape(len(x), -1) for x in moments], axis=1).astype(np.float64)

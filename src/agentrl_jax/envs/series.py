@@ -40,7 +40,8 @@ def series(env: Environment, tasks: int, *, paid_at_end: bool = False) -> Enviro
     """Plays ``tasks`` tasks of ``env`` in one episode; where one is over, the next is shown behind its last reply.
 
     Rewards are those of the tasks divided by their number, when they are earned, or all at the last turn
-    (``paid_at_end``): the return is the same, and only what assigns credit to turns can tell the two apart.
+    (``paid_at_end``): the return of an episode that ends is the same, and only what assigns credit to turns can tell
+    the two apart. An episode cut by a limit of the rollout, not of the environment, is never paid what is owed.
     ``info["success"]`` is 1 in the last turn if every task was solved, ``info["solved"]`` in each turn that solved one.
     A task that ``env`` does not end within its ``max_turns`` is over then. The anchor tells equal tasks at different
     places apart.
