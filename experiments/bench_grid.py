@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import building
@@ -123,7 +124,7 @@ class Method(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """An environment of the list, not split yet, and what all pairs in it share."""
+    """An environment of the list, not split yet, and what all its pairs share; ``source`` is a hash of a tasks file."""
 
     label: str
     env: Environment
@@ -136,6 +137,7 @@ class Arena(NamedTuple):
     policy: Policy
     codec: Codec
     model: TransformerConfig
+    source: str
 
 
 class Point(NamedTuple):
@@ -242,6 +244,7 @@ def _arena(token: tuple[str, tuple[str, ...], str], options: Options) -> Arena:
         whole("supervised_steps", options.supervised_steps) if env.expert is not None else 0,
         max(1, whole("budget", options.budget)), max(1, whole("eval_problems", options.eval_problems)),
         transformer_policy(model), codec, model,
+        hashlib.sha256(Path(settings.tasks).read_bytes()).hexdigest() if settings.tasks else "",
     )  # fmt: skip
 
 
@@ -347,7 +350,8 @@ def cold_start_settings(arena: Arena, options: Options) -> dict[str, Any]:
     """All that the weights depend on from which the methods begin."""
     env = {"name": arena.env.name, "version": arena.env.version, "spec": arena.env.spec, "params": arena.env.params}
     names = ("seed", "supervised_episodes", "supervised_learning_rate", "supervised_warmup", "slots")
-    return {
+    source = {"source": arena.source} if arena.source else {}
+    return source | {
         "env": plain(env), "model": plain(arena.model), "held_out": arena.held_out, "max_tokens": arena.max_tokens,
         "segments": arena.segments, "supervised_steps": arena.supervised_steps, "version": agentrl_jax.__version__,
     } | {name: getattr(options, name) for name in names}  # fmt: skip

@@ -209,8 +209,8 @@ def markdown(numbers: Mapping[str, Any]) -> str:
         f"held-out success is {numbers['bar']:.0%}, and the runs that reach it. Entropy and KL are in nats per token "
         "at the end, KL against the weights all began from; length in tokens per episode, and written of them by the "
         "agent in tries that solved the task and that failed; same reward: share of training groups whose members were "
-        "all paid alike, over the run; agreement: mean cosine of the seeds' first gradients, 1 without noise (none with a "
-        "critic).",
+        "all paid alike, over the run; agreement: mean cosine of the seeds' first gradients, 1 without noise, none "
+        "with a critic.",
     ]
     for arena, body in numbers["environments"].items():
         start = body["start"]

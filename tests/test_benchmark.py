@@ -189,6 +189,14 @@ def test_a_key_follows_from_all_that_matters_and_nothing_else():
         assert first != key(argument)
 
 
+def test_a_key_follows_from_the_questions_of_a_file(tmp_path):
+    path, keys = tmp_path / "q.jsonl", set()
+    for answer in "12":
+        path.write_text(f'{{"prompt": "1+1", "answer": "{answer}"}}\n{{"prompt": "a", "answer": "b"}}\n')
+        keys.add(bench_grid.plan(options("--algos=rloo", f"--envs=tasks:path={path}:held_out=0"))[0].key)
+    assert len(keys) == 2
+
+
 def test_what_an_environment_lacks_is_no_failure(monkeypatch):
     made = algorithms.make
     needy = made("grpo")._replace(name="needy", needs=frozenset({"parts:marks"}))
