@@ -140,7 +140,10 @@ def test_policy_losses_with_and_without_k3(name, beta):
 @pytest.mark.parametrize("widths", [(0.2, 0.2), (0.6, 0.8)])
 def test_rloo_is_clipped_products_of_ratios(widths):
     """RLOO has no tool mask: every token of a completion counts."""
-    rows = sample(1, tools=False)
+    rows = sample(5, tools=False)
+    ratio = np.exp(np.where(rows.mask, rows.logp - rows.old, 0.0).sum(1))
+    low, high = (ratio < 1 - widths[0]) & (rows.adv < 0), (ratio > 1 + widths[1]) & (rows.adv > 0)
+    assert low.any() and high.any() and not (low | high).all()
     found = token_loss(rows, ratio="product", eps_low=widths[0], eps_high=widths[1], **SEQUENCES)
     same_policy_loss(found, peer.rloo_loss(rows, epsilon_low=widths[0], epsilon_high=widths[1]))
 
