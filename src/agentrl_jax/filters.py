@@ -144,7 +144,10 @@ def _reweigh(batch: Batch, keep: Array) -> Batch:
 
 
 def top_entropy() -> Part:
-    """Only the ``entropy_fraction`` most uncertain tokens learn; the others stay in the denominator (as in TRL)."""
+    """Only the most uncertain tokens learn, the others stay in the denominator (as in TRL).
+
+    ``floor(q n)`` of ``n`` tokens, ``q`` being ``entropy_fraction``; TRL keeps ``floor(q (n - 1)) + 1``.
+    """
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del tools
