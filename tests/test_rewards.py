@@ -85,8 +85,25 @@ def test_rewards_are_divided_by_the_deviation_of_all_returns_so_far():
     assert np.isfinite(np.asarray(out.traj.reward)[1:]).all() and float(after.count) == 31
     gone = b._replace(traj=b.traj._replace(length=b.traj.length * 0))
     assert float(part.stage(memory, gone, tools_of(b), {}, None)[0].count) == 24
-    alike = b._replace(traj=b.traj._replace(reward=b.traj.reward * 0))
-    np.testing.assert_array_equal(part.stage(part.init(None, None), alike, tools_of(b), {}, None)[1].traj.reward, 0)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.3, 1 / 3, 0.7])
+def test_equal_returns_are_paid_as_they_are(value):
+    """Also where the mean of so many is rounded, and where turns add up to them in several ways."""
+    b, part = conversations(10, groups=(0,) * 7), rewards.running_scale()
+    reward = np.zeros(b.mask.shape, np.float32)
+    reward[np.arange(7), last_written(b)] = value
+    several = reward.copy()
+    for i, at in enumerate(last_written(b)):
+        first = np.flatnonzero(np.asarray(b.mask)[i])[0]
+        several[i, at] -= np.float32(0.1 * i)
+        several[i, first] += np.float32(0.1 * i)
+    for paid in (reward, several):
+        memory = part.init(None, None)
+        for _ in range(3):
+            alike = b._replace(traj=b.traj._replace(reward=paid))
+            memory, out, _ = part.stage(memory, alike, tools_of(b), {}, None)
+            np.testing.assert_array_equal(out.traj.reward, paid)
 
 
 def test_an_episode_that_wrote_nothing_is_paid_nothing():

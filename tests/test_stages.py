@@ -211,6 +211,17 @@ def test_whitening_sees_the_batch_and_not_its_parts():
     np.testing.assert_array_equal(np.concatenate(parts), out.adv)
 
 
+@pytest.mark.parametrize("value, n", [(0.1, 7), (0.3, 13), (1 / 3, 11), (0.7, 24)])
+def test_equal_targets_leave_nothing_to_explain(value, n):
+    """Float32 rounds the mean of so many of these values away from them."""
+    guess, every = np.random.default_rng(0).normal(size=n).astype(np.float32), np.ones(n, bool)
+    assert stages.explained_variance(jnp.full(n, value), jnp.asarray(guess), jnp.asarray(every)) == 0
+    target = jnp.where(jnp.arange(n) < 5, value, jnp.nan).at[0].set(-1.0)
+    found = stages.explained_variance(target, jnp.where(jnp.arange(n) < 5, target + 0.3, jnp.nan), jnp.arange(n) < 5)
+    np.testing.assert_allclose(found, 1.0, atol=1e-5)
+    assert stages.explained_variance(target, jnp.asarray(guess), ~every) == 0
+
+
 def test_the_chain_counts_the_experts_tokens_only_when_told_to():
     mask = np.asarray([[0, 1, 1, 1]], bool)
     traj = trajectory(mask, expert=[[0, 1, 0, 0]])

@@ -77,3 +77,28 @@ def test_running_scale_of_nothing_or_equal_values_is_the_identity():
     np.testing.assert_array_equal(call(statistics.running_scale, seen, np.array([2.0, 3.0])), [2.0, 3.0])
     seen = call(statistics.running_update, seen, np.full(4, 5.0))
     np.testing.assert_array_equal(call(statistics.running_scale, seen, np.array([2.0, 3.0])), [2.0, 3.0])
+
+
+# Float32 rounds the mean of so many of these values away from them.
+ROUNDED = [(0.1, 7), (0.3, 13), (1 / 3, 11), (0.7, 24), (-0.1, 7), (1000.1, 7)]
+
+
+@pytest.mark.parametrize("value, n", ROUNDED)
+def test_equal_values_do_not_differ_by_the_rounding_of_their_mean(value, n):
+    equal, other = np.full(n, value, np.float32), np.array([2.0, -3.0], np.float32)
+    seen = statistics.running_init()
+    for mask in (np.ones(n, bool), np.arange(n) < n - 1, np.zeros(n, bool)):
+        seen = call(statistics.running_update, seen, np.where(mask, equal, np.nan), mask)
+        assert seen.squares == 0 and seen.mean == np.float32(value)
+        for ddof in (0, 1):
+            np.testing.assert_array_equal(call(statistics.running_scale, seen, other, ddof=ddof), other)
+        np.testing.assert_array_equal(call(statistics.running_scale, seen, equal, shift=True), 0)
+    # Sums in another order are no difference, and what differs in the fourth digit is one.
+    near = np.nextafter(equal, np.float32(np.inf) * (np.arange(n) % 2 * 2 - 1).astype(np.float32))
+    seen = call(statistics.running_update, statistics.running_init(), near)
+    assert seen.squares > 0
+    np.testing.assert_array_equal(call(statistics.running_scale, seen, other), other)
+    far = equal * (1 + 1e-4 * np.arange(n, dtype=np.float32))
+    seen = call(statistics.running_update, statistics.running_init(), far)
+    scaled = call(statistics.running_scale, seen, far)
+    np.testing.assert_allclose(scaled, far / (np.std(far.astype(np.float64)) + 1e-8), rtol=2e-3)

@@ -109,9 +109,9 @@ def running_scale() -> Part:
     """Divides the environment's reward by the running deviation of its returns, kept over all steps so far.
 
     ``r <- r / (std + 1e-8)``, the deviation (ddof 1) of undiscounted returns of episodes; those of the step are taken
-    in first, so that the first step is scaled too. While all returns were equal nothing is divided. ``compose`` puts it
-    before every other reward and penalty, whose coefficients are then in units of the deviation. A return that is not
-    finite enters no statistic.
+    in first, so that the first step is scaled too. While all returns were equal, up to rounding, nothing is divided.
+    ``compose`` puts it before every other reward and penalty, whose coefficients are then in units of the deviation. A
+    return that is not finite enters no statistic.
 
     Sources: Engstrom et al., Implementation Matters in Deep Policy Gradients, 2020, arXiv 2005.12729 (of discounted
     sums); on returns of whole episodes, as TRL's PPO scaled scores.

@@ -223,7 +223,9 @@ def gae() -> Stage:
 
 def explained_variance(target: Array, value: Array, mask: Array) -> Array:
     """``1 - Var(target - value) / Var(target)`` over the masked tokens; 0 where the targets are all equal."""
-    spread = masked.masked_var(target, mask)
+    # Measured from the lowest: equal targets then differ by exactly 0, not by the rounding of their mean.
+    low = jnp.min(masked.fill(target, mask, jnp.inf))
+    spread = masked.masked_var(target - jnp.where(jnp.isfinite(low), low, 0.0), mask)
     return jnp.where(spread > 0, 1 - masked.masked_var(target - value, mask) / jnp.maximum(spread, 1e-8), 0.0)
 
 

@@ -101,6 +101,10 @@ def adaptive_entropy(
     return jax.lax.stop_gradient((coef, jnp.where(short, coef, 0.0)))
 
 
+EQUAL = 1e-6
+"""Deviations up to this share of the mean are the rounding of float32, and no difference."""
+
+
 class Running(NamedTuple):
     """Count, mean and sum of squared deviations of everything seen so far: ``float32[]`` each."""
 
@@ -118,11 +122,16 @@ def running_init() -> Running:
 def running_update(seen: Running, x: Array, mask: Array | None = None) -> Running:
     """Takes in a batch of values (those in ``mask``): exactly the statistics of the joined data, in any order.
 
+    Equal values have that value for their mean and exactly 0 for ``squares``, over any number of batches.
     Source: Chan, Golub and LeVeque, 1983 (parallel variance).
     """
     mask = jnp.ones(jnp.shape(x), bool) if mask is None else jnp.asarray(mask).astype(bool)
-    n, mean = masked_count(mask), masked_mean(x, mask)
-    squares = jnp.sum(fill(fill(x, mask) - mean, mask) ** 2)
+    # Measured from the lowest: a mean of equal values, rounded, would leave squares of its error.
+    low = jnp.min(fill(x, mask, jnp.inf))
+    low = jnp.where(jnp.isfinite(low), low, 0.0)
+    above = fill(fill(x, mask) - low, mask)
+    n, lift = masked_count(mask), masked_mean(above, mask)
+    mean, squares = low + lift, jnp.sum(fill(above - lift, mask) ** 2)
     total = jnp.maximum(seen.count + n, 1.0)
     gap = jnp.where(n > 0, mean - seen.mean, 0.0)
     new = Running(
@@ -136,8 +145,9 @@ def running_update(seen: Running, x: Array, mask: Array | None = None) -> Runnin
 def running_scale(seen: Running, x: Array, *, ddof: float = 0, eps: float = 1e-8, shift: bool = False) -> Array:
     """``x / (std + eps)``, or ``(x - mean) / (std + eps)`` with ``shift``, by the running statistics; any shape.
 
-    While the deviation is 0 (nothing, or only equal values, seen) the division is left out.
+    The division is left out while nothing, or only equal values, have been seen: while the deviation is at most 1e-6 of
+    the mean, which is what float32 makes of sums that differ in their order alone.
     """
     std = jnp.sqrt(seen.squares / jnp.maximum(seen.count - ddof, 1.0))
     x = as_float(x) - seen.mean if shift else as_float(x)
-    return x / jnp.where(std > 0, std + eps, 1.0)
+    return x / jnp.where(std > EQUAL * jnp.abs(seen.mean), std + eps, 1.0)
