@@ -315,6 +315,68 @@ def test_the_scale_of_rewards_is_remembered_and_spares_the_penalty():
     assert float(memory["running_scale"].count) == 16
 
 
+@pytest.mark.parametrize("imitation", ["luffy", "rl-plus", "chord", "chord-phi"])
+def test_what_is_said_of_the_policy_counts_its_own_words(imitation):
+    """The expert's, whatever their numbers, reach no metric that describes or steers the policy."""
+    b = conversations(15, expert=(2, 6))
+    b = b._replace(extra=b.extra | {"logp_masked": b.extra["logp_ref"]})
+    algorithm = compose(
+        collect="mixed_expert", imitation=imitation, kl="k3", perception=True, finish="adapt_kl,adapt_entropy"
+    )
+    hyper = {k: jnp.float32(v) for k, v in algorithm.hyper.items()}
+    weighed, expert = algorithm.weigh(b, hyper, 1), np.asarray(b.traj.expert)
+    own, logp = np.asarray(b.mask) & ~expert, np.asarray(drifted(b, 1), np.float64)
+
+    def seen(logp, entropy):
+        score = Score(
+            jnp.asarray(logp, jnp.float32), jnp.asarray(entropy, jnp.float32), jnp.zeros_like(b.adv), b.bootstrap
+        )
+        return algorithm.loss({"policy": score}, weighed, hyper)[1]
+
+    entropy = np.asarray(b.extra["entropy"])
+    found = seen(logp, entropy)
+    other = seen(np.where(expert, logp - 3.0, logp), np.where(expert, 99.0, entropy))
+    d = logp - np.asarray(b.extra["logp_ref"])
+    expected = {"entropy": entropy, "kl": np.exp(-d) - 1 + d, "perception": np.exp(-d) - 1 + d}
+    old = np.exp(logp - np.asarray(b.logp_old))
+    expected["kl_old"] = old - 1 - np.log(old)
+    adv = np.asarray(b.adv)
+    if "clip_high" in found:
+        expected |= {"clip_high": (old > 1.2) & (adv > 0), "clip_low": (old < 0.8) & (adv < 0)}
+    for name, each in expected.items():
+        np.testing.assert_allclose(found[name], (each[own].sum(), own.sum()), rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(other[name], found[name], err_msg=name)
+    assert own.sum() < np.asarray(b.mask).sum() and "clip_high" in found
+    # Cloning has no other words than the expert's: there they are what is described.
+    clone = make("behavior_cloning")
+    score = Score(*(jnp.asarray(x, jnp.float32) for x in (logp, entropy)), jnp.zeros_like(b.adv), b.bootstrap)
+    assert clone.loss({"policy": score}, clone.weigh(b, {}, 1), {})[1]["entropy"][1] == np.asarray(b.mask).sum()
+
+
+def test_a_penalty_in_the_reward_is_the_policys_own():
+    """Neither its own return to go nor what steers ``kl_coef`` holds the divergence at the expert's words."""
+    b = conversations(16, expert=(1, 4))
+    algorithm = compose(
+        advantage="returns", baseline="none", collect="mixed_expert", imitation="luffy", kl="k1", kl_in="reward",
+        finish="adapt_kl",
+    )  # fmt: skip
+    hyper = {k: jnp.float32(v) for k, v in algorithm.hyper.items()}
+
+    def score(view, of):
+        logp = {"policy": b.logp_old, "reference": b.extra["logp_ref"]}[view.model]
+        return Score(logp, logp, logp, of.bootstrap)
+
+    memory = algorithm.init(jax.random.key(0), Shape(8, 3, 24, TURNS))
+    _, out, seen = algorithm.prepare(memory, b.traj, tools_of(b, score=score), hyper, jax.random.key(1))
+    own = np.asarray(b.traj.mask & ~b.traj.expert)
+    penalty = np.where(own, np.asarray(b.logp_old - b.extra["logp_ref"]), 0)
+    np.testing.assert_allclose(seen["kl_reward"], (penalty.sum(), own.sum()), rtol=1e-4, atol=1e-5)
+    expected = np.cumsum((np.asarray(b.traj.reward) - 0.01 * penalty)[:, ::-1], 1)[:, ::-1]
+    mask = np.asarray(b.traj.mask)
+    np.testing.assert_array_equal(out.mask, mask)
+    np.testing.assert_allclose(np.where(mask, out.adv, 0), np.where(mask, expected, 0), atol=1e-5)
+
+
 GROUPS = np.asarray((0, 0, 0, 1, 1, 1, 2, 2))
 
 

@@ -200,6 +200,11 @@ def test_kl_in_reward():
     _, out, metrics = apply(stages.kl_in_reward(), b, tools(traj))
     np.testing.assert_allclose(out.traj.reward, [[0, -0.25, 0, 1.5]], atol=1e-6)
     np.testing.assert_allclose(metrics["kl_reward"], (-0.5, 2))
+    # The expert's words are no samples of the policy: no charge, and no part of the mean.
+    b = b._replace(traj=traj._replace(expert=jnp.asarray([[False, True, False, False]])))
+    _, out, metrics = apply(stages.kl_in_reward(), b, tools(traj))
+    np.testing.assert_allclose(out.traj.reward, [[0, 0, 0, 1.5]], atol=1e-6)
+    np.testing.assert_allclose(metrics["kl_reward"], (-1.0, 1))
 
 
 def test_whitening_sees_the_batch_and_not_its_parts():

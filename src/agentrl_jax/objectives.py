@@ -108,24 +108,25 @@ def token_objective(
     def objective(scores: dict[str, Score], batch: Batch, hyper: dict[str, Array]) -> tuple[Array, Metrics]:
         score = scores["policy"]
         x = surrogate(score, batch, hyper)
-        metrics = diagnostics(score, batch, hyper if clips else {})
+        # These are of the policy's own words; those of the expert were not drawn from it.
+        own = ~batch.traj.expert if imitation is not None and imitation.expert else True
+        told = batch.mask if own is True else batch.mask & own
+        metrics = diagnostics(score, batch, hyper if clips else {}, told)
         if "importance" in batch.extra:
             x = x * batch.extra["importance"]
         if offpolicy:
             x = _near(x, score, batch, hyper, metrics)
         if imitation is not None:
             x = _imitate(imitation, x, score, batch, hyper, metrics)
-        # These are of the policy's own words; those of the expert were not drawn from it.
-        own = ~batch.traj.expert if imitation is not None and imitation.expert else True
         if "entropy_coef" in hyper:
             x = x - hyper["entropy_coef"] * jnp.where(own, score.entropy, 0.0)
         if kl is not None:
             old = batch.logp_old if kl_corrected else None
             penalty = kl_divergence(score.logp, batch.extra["logp_ref"], estimator=kl, mask=batch.mask, logp_old=old)
             x = x + hyper["kl_coef"] * jnp.where(own, penalty, 0.0)
-            metrics["kl"] = metrics_lib.masked(jax.lax.stop_gradient(penalty), batch.mask)
+            metrics["kl"] = metrics_lib.masked(jax.lax.stop_gradient(penalty), told)
         if perception:
-            x = x - hyper["perception_coef"] * jnp.where(own, _perception(score, batch, hyper, metrics), 0.0)
+            x = x - hyper["perception_coef"] * jnp.where(own, _perception(score, batch, hyper, told, metrics), 0.0)
         error = _value_error(score, batch, hyper, metrics) if critic else jnp.zeros_like(x)
         if critic and "value_weight" not in batch.extra:
             x = x + hyper["value_coef"] * error
@@ -161,9 +162,9 @@ def _imitate(term: Imitation, x: Array, score: Score, batch: Batch, hyper: dict[
     return jnp.where(expert, own, x)
 
 
-def _perception(score: Score, batch: Batch, hyper: dict[str, Array], metrics: Metrics) -> Array:
+def _perception(score: Score, batch: Batch, hyper: dict[str, Array], told: Array, metrics: Metrics) -> Array:
     gap = kl_divergence(score.logp, batch.extra["logp_masked"], estimator="k3", mask=batch.mask)
-    metrics["perception"] = metrics_lib.masked(jax.lax.stop_gradient(gap), batch.mask)
+    metrics["perception"] = metrics_lib.masked(jax.lax.stop_gradient(gap), told)
     return jnp.minimum(gap, hyper["perception_max"])
 
 
@@ -174,10 +175,10 @@ def _value_error(score: Score, batch: Batch, hyper: dict[str, Array], metrics: M
     return error
 
 
-def diagnostics(score: Score, batch: Batch, hyper: dict[str, Array]) -> Metrics:
+def diagnostics(score: Score, batch: Batch, hyper: dict[str, Array], told: Array | None = None) -> Metrics:
     """Entropy, clip fractions, old-to-new KL, and ``max_logp_gap``: how far scoring before the first update was from
-    sampling."""
-    logp, mask = jax.lax.stop_gradient(score.logp), batch.mask
+    sampling. Of the loss tokens, or of those in ``told``."""
+    logp, mask = jax.lax.stop_gradient(score.logp), batch.mask if told is None else told
     sampled = mask & ~batch.traj.expert
     ratio = jnp.exp(jnp.clip(jnp.where(mask, logp - batch.logp_old, 0.0), -20.0, 20.0))
     gap = jnp.where(sampled, jnp.abs(batch.logp_old - batch.traj.logp), 0.0)

@@ -99,7 +99,7 @@ def posterior_reward(*, form: str = "answered", quality: str = "tool_calls") -> 
 
 
 def kl_penalty(*, kl_estimator: str = "k1") -> Part:
-    """``r_t <- r_t - kl_coef k(pi_old, pi_ref)_t`` on every written token."""
+    """``r_t <- r_t - kl_coef k(pi_old, pi_ref)_t`` on every token that the policy wrote itself."""
     check_choice("kl_estimator", kl_estimator, ESTIMATORS)
     needs = frozenset({"reference", "scores"})
     return Part("kl_penalty", stages.kl_in_reward(kl_estimator), hyper={"kl_coef": 0.01}, needs=needs)

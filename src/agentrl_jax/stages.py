@@ -174,7 +174,9 @@ def score_reference() -> Stage:
 
 
 def kl_in_reward(estimator: str = "k1") -> Stage:
-    """``r_t <- r_t - kl_coef * k(logp_old, logp_ref)_t`` on written tokens; after both have been scored.
+    """``r_t <- r_t - kl_coef * k(logp_old, logp_ref)_t`` on the policy's own tokens; after both have been scored.
+
+    The expert's tokens are no samples of the policy: they tell nothing of its divergence, and cost nothing.
 
     k1 in the reward is the unbiased gradient of the reverse KL (Tang & Munos, 2025, arXiv 2506.09477).
 
@@ -187,9 +189,10 @@ def kl_in_reward(estimator: str = "k1") -> Stage:
         memory: PyTree, batch: Batch, tools: Tools, hyper: dict[str, Array], key: Array
     ) -> tuple[PyTree, Batch, Metrics]:
         del tools, key
-        penalty = kl_divergence(batch.logp_old, batch.extra["logp_ref"], estimator=estimator, mask=batch.mask)
-        reward = batch.traj.reward - jnp.where(batch.mask, hyper["kl_coef"] * penalty, 0.0)
-        metrics = {"kl_reward": metrics_lib.masked(penalty, batch.mask)}
+        own = batch.mask & ~batch.traj.expert
+        penalty = kl_divergence(batch.logp_old, batch.extra["logp_ref"], estimator=estimator, mask=own)
+        reward = batch.traj.reward - jnp.where(own, hyper["kl_coef"] * penalty, 0.0)
+        metrics = {"kl_reward": metrics_lib.masked(penalty, own)}
         return memory, batch._replace(traj=batch.traj._replace(reward=reward)), metrics
 
     return stage
