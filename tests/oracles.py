@@ -231,6 +231,34 @@ def max_at_k_advantage(ret, group, k, baseline=True):
     return per_group(run, group, ret)
 
 
+def best_gap(ret, group, ddof=1, eps=1e-6):
+    def run(r):
+        out, order = np.zeros(len(r)), np.argsort(r)
+        if len(r) > 1:
+            sigma = math.sqrt(np.sum((r - r.mean()) ** 2) / max(len(r) - ddof, 1))
+            out[order[-1]] = (r[order[-1]] - r[order[-2]]) / (sigma + eps)
+        return out
+
+    return per_group(run, group, ret)
+
+
+def gdpo(rewards, weights, group, where, eps=1e-4):
+    each = [group_relative(r, group, eps=eps, where=where) for r in np.transpose(rewards)]
+    total = sum(w * x for w, x in zip(weights, each, strict=True))
+    return group_relative(total, np.zeros(len(group), int), eps=eps, where=where)
+
+
+def process_relative(reward, played, group, ddof=1, eps=1e-6):
+    out = np.zeros(np.shape(reward))
+    for g in set(group):
+        steps = [(i, k) for i, k in zip(*np.nonzero(played), strict=True) if group[i] == g]
+        paid = np.array([reward[step] for step in steps])
+        scale = math.sqrt(np.sum((paid - paid.mean()) ** 2) / max(len(paid) - ddof, 1)) + eps if steps else 1.0
+        for i, k in steps:
+            out[i, k] = sum((reward[j, n] - paid.mean()) / scale for j, n in steps if j == i and n >= k)
+    return out
+
+
 def step_relative(value, anchor, played, group, scale="none", ddof=1, eps=1e-6):
     keys = [
         (group[i], anchor[i][k]) if played[i][k] else None for i in range(len(group)) for k in range(len(anchor[0]))
@@ -349,6 +377,55 @@ def gmpo(logp, old, adv, mask, low, high):
     return out
 
 
+# Losses with a stop-gradient take the log-probability twice: ``held`` is what no gradient flows through.
+
+
+def asymmetric_is(logp, held, old, adv, low, high, cap):
+    ratio = math.exp(held - old)
+    if adv > 0:
+        weight = 0.0 if ratio > 1 + high else min(1 / ratio, cap)
+    else:
+        weight = 0.0 if ratio < 1 - low else min(ratio, cap)
+    return -adv * weight * math.exp(logp - held)
+
+
+def decoupled_ppo(logp, old, behaviour, adv, low, high, cap):
+    return min(math.exp(old - behaviour), cap) * ppo(logp, old, adv, low, high)
+
+
+def rl_plus(logp, held, old, adv, power):
+    p, p_old = math.exp(logp), math.exp(old)
+    omega = (1 + p_old) / 2
+    return -adv * (1 - math.exp(held)) ** power * 2 * p / (p_old + omega)
+
+
+def luffy(logp, adv, gamma):
+    p = math.exp(logp)
+    return -adv * p / (p + gamma)
+
+
+def chord_phi(logp, held):
+    p = math.exp(held)
+    return -p * (1 - p) * logp
+
+
+def dft(logp, held):
+    return -math.exp(held) * logp
+
+
+def awr(logp, adv, beta, weight_max):
+    return -min(math.exp(adv / beta), weight_max) * logp
+
+
+def gspo_token(logp, held, old, adv, mask, low, high):
+    out = np.zeros(np.shape(mask))
+    for i, m in enumerate(mask):
+        for t in np.flatnonzero(m):
+            s = math.exp(np.mean((held[i] - old[i])[m])) * math.exp(logp[i, t] - held[i, t])
+            out[i, t] = max(-adv[i, t] * s, -adv[i, t] * min(max(s, 1 - low), 1 + high))
+    return out
+
+
 # preferences, one pair at a time
 
 
@@ -359,6 +436,46 @@ def log_sigmoid(z):
 def dpo(w, l, ref_w, ref_l, beta, smoothing=0.0):  # noqa: E741
     z = beta * ((w - ref_w) - (l - ref_l))
     return -(1 - smoothing) * log_sigmoid(z) - smoothing * log_sigmoid(-z)
+
+
+def robust_dpo(w, l, ref_w, ref_l, beta, label_noise):  # noqa: E741
+    right, flipped = dpo(w, l, ref_w, ref_l, beta), dpo(l, w, ref_l, ref_w, beta)
+    return ((1 - label_noise) * right - label_noise * flipped) / (1 - 2 * label_noise)
+
+
+def hinge(w, l, ref_w, ref_l, beta):  # noqa: E741
+    return max(0.0, 1 - beta * ((w - ref_w) - (l - ref_l)))
+
+
+def ipo(w, l, ref_w, ref_l, beta):  # noqa: E741
+    return ((w - ref_w) - (l - ref_l) - 1 / (2 * beta)) ** 2
+
+
+def kto(logp, ref, desirable, reference, beta, weight_desirable, weight_undesirable):
+    gap = (logp - ref) - reference
+    if desirable:
+        return weight_desirable * (1 - 1 / (1 + math.exp(-beta * gap)))
+    return weight_undesirable * (1 - 1 / (1 + math.exp(beta * gap)))
+
+
+def lcpo(mean_w, mean_l):
+    return -log_sigmoid(log_odds(mean_w) - log_odds(mean_l))
+
+
+def orpo(mean_w, mean_l, coef):
+    return -mean_w + coef * lcpo(mean_w, mean_l)
+
+
+def simpo(mean_w, mean_l, beta, gamma):
+    return -log_sigmoid(beta * (mean_w - mean_l) - gamma)
+
+
+def cpo(w, l, nll, beta, coef):  # noqa: E741
+    return -log_sigmoid(beta * (w - l)) + coef * nll
+
+
+def bradley_terry(reward_w, reward_l, label_margin, centre_coef):
+    return -log_sigmoid(reward_w - reward_l - label_margin) + centre_coef * (reward_w + reward_l) ** 2
 
 
 def log_odds(mean):

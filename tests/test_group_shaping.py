@@ -86,6 +86,21 @@ def test_process_supervision_sums_the_normalised_rewards_that_follow():
     np.testing.assert_allclose(adv, [[z[0] + z[1], z[1]], [z[2], 0]], atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_process_supervision_equals_the_oracle(seed):
+    rng = np.random.default_rng(seed)
+    reward, played, group = rng.normal(size=(6, 3)), rng.random((6, 3)) < 0.8, rng.integers(0, 2, 6)
+    got = call(group_shaping.process_relative, np.where(played, reward, np.nan), played, group, 2)
+    np.testing.assert_allclose(got, oracles.process_relative(reward, played, group), atol=1e-4)
+
+
+def test_a_joint_return_centred_turn_by_turn_worked_example():
+    """MAGRPO's advantage: the returns to go of a group's members compared at the same turn."""
+    turn, ret = np.tile(np.arange(2), (4, 1)), golden("D.magrpo.G")
+    got = call(group_shaping.step_relative, ret, turn, np.ones((4, 2), bool), ONE)
+    np.testing.assert_allclose(got, golden("D.magrpo.A"), atol=1e-6)
+
+
 def test_tree_worked_examples():
     ret, sub = np.array([1.0, 0, 0, 0]), np.array([[0, 1], [0, 1], [0, 2], [0, 2]])
     sized = call(group_shaping.tree_relative, ret, sub, 3)

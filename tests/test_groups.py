@@ -194,6 +194,7 @@ ORACLES = [
     (groups.max_at_k_advantage, {"k": 3}, lambda r, g: oracles.max_at_k_advantage(r, g, 3)),
     (groups.max_at_k_advantage, {"k": 3, "baseline": False}, lambda r, g: oracles.max_at_k_advantage(r, g, 3, False)),
     (groups.pass_at_k_advantage, {"k": 3}, lambda r, g: oracles.pass_at_k_advantage(r > 0.5, g, 3)),
+    (groups.best_gap, {}, oracles.best_gap),
 ]
 
 
@@ -205,6 +206,16 @@ def test_group_functions_equal_the_oracles(fn, options, oracle, seed):
     if fn is groups.pass_at_k_advantage:
         ret = (ret > 0).astype(float)
     np.testing.assert_allclose(run(fn, ret, group, **options), oracle(ret, group), atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gdpo_equals_the_oracle(seed):
+    rng = np.random.default_rng(seed)
+    rewards, weights = np.round(rng.normal(size=(9, 3)), 1), np.array([1.0, -0.5, 2.0])
+    group, where = rng.integers(0, 3, 9), rng.random(9) < 0.8
+    dirty = np.where(where[:, None], rewards, np.nan)
+    got = call(groups.gdpo, dirty, weights, group, 3, where=where)
+    np.testing.assert_allclose(got, oracles.gdpo(rewards, weights, group, where), atol=1e-4)
 
 
 @settings(deadline=None, max_examples=25)

@@ -312,6 +312,55 @@ def test_sequence_losses_and_gradients_equal_the_oracles(name, low, high, seed):
     np.testing.assert_allclose(grad, oracles.numeric_grad(mean, logp), atol=2e-4, rtol=2e-4)
 
 
+# What each reads beside logp, its numbers, and its oracle of (logp, logp held by a stop-gradient, those read).
+HELD = {
+    "asymmetric_is": (
+        ("old", "adv"), {"eps_low": 0.3, "eps_high": 0.1, "cap": 1.5},
+        lambda p, h, o, a: oracles.asymmetric_is(p, h, o, a, 0.3, 0.1, 1.5),
+    ),
+    "decoupled_ppo": (
+        ("old", "beh", "adv"), {"eps_low": 0.1, "eps_high": 0.3, "cap": 1.5},
+        lambda p, h, o, b, a: oracles.decoupled_ppo(p, o, b, a, 0.1, 0.3, 1.5),
+    ),
+    "cispo": (
+        ("old", "adv"), {"eps_low": 0.3, "eps_high": 0.2},
+        lambda p, h, o, a: oracles.cispo(h, o, a, 0.3, 0.2) / h * p,
+    ),
+    "rl_plus": (("old", "adv"), {"power": 0.7}, lambda p, h, o, a: oracles.rl_plus(p, h, o, a, 0.7)),
+    "luffy": (("adv",), {"gamma": 0.2}, lambda p, h, a: oracles.luffy(p, a, 0.2)),
+    "chord_phi": ((), {}, oracles.chord_phi),
+    "dft": ((), {}, oracles.dft),
+    "awr": (("adv",), {"beta": 0.5, "weight_max": 3.0}, lambda p, h, a: oracles.awr(p, a, 0.5, 3.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_with_held_weights_and_their_gradients_equal_the_oracles(name, seed):
+    logp, old, beh, adv, mask = oracles.ragged(seed)
+    reads, options, oracle = HELD[name]
+    rest = [{"old": old, "beh": beh, "adv": adv}[key] for key in reads]
+    value, grad = graded(getattr(losses, name), logp, *rest, mask=mask, mode="token-sum", **options)
+
+    def total(x):
+        return oracles.per_token(oracle, mask, x, logp, *rest).sum()
+
+    assert float(value) == pytest.approx(total(logp), rel=1e-4, abs=1e-4)
+    np.testing.assert_allclose(grad, oracles.numeric_grad(total, logp), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gspo_token_and_its_gradient_equal_the_oracle(seed):
+    logp, old, _, adv, mask = oracles.ragged(seed)
+    value, grad = graded(losses.gspo_token, logp, old, adv, mask=mask, mode="token-sum", eps_low=0.2, eps_high=0.3)
+
+    def total(x):
+        return oracles.gspo_token(x, logp, old, adv, mask, 0.2, 0.3).sum()
+
+    assert float(value) == pytest.approx(total(logp), rel=1e-4, abs=1e-4)
+    np.testing.assert_allclose(grad, oracles.numeric_grad(total, logp), atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_cispo_and_value_losses_equal_the_oracles(seed):
     logp, old, ref, adv, mask = oracles.ragged(seed)

@@ -170,6 +170,48 @@ def test_losses_and_gradients_equal_the_oracles(values):
     )
 
 
+# Numbers; which arguments are learned; which others could carry a gradient, and must not.
+FORMULAS = {
+    "robust_dpo": ({"beta": 0.3, "label_noise": 0.2}, (0, 1), (2, 3)),
+    "hinge": ({"beta": 0.3}, (0, 1), (2, 3)),
+    "ipo": ({"beta": 0.3}, (0, 1), (2, 3)),
+    "kto": ({"beta": 0.3, "weight_desirable": 1.2, "weight_undesirable": 0.7}, (0,), (1, 3)),
+    "lcpo": ({}, (0, 1), ()),
+    "orpo": ({"coef": 0.3}, (0, 1), ()),
+    "simpo": ({"beta": 2.5, "gamma": 0.7}, (0, 1), ()),
+    "cpo": ({"beta": 0.3, "coef": 0.5}, (0, 1, 2), ()),
+    "bradley_terry": ({"label_margin": 0.4, "centre_coef": 0.1}, (0, 1), ()),
+}
+
+
+@functools.cache
+def summed(name):
+    """The sum over pairs, with its gradient in every argument that a gradient could reach."""
+    fn, (_, moving, held) = getattr(preference, name), FORMULAS[name]
+    return jax.value_and_grad(lambda *a, **numbers: fn(*a, **numbers).sum(), argnums=(*moving, *held))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_other_loss_and_its_gradient_equal_the_oracle(name, seed):
+    rng = np.random.default_rng(seed)
+    numbers, moving, held = FORMULAS[name]
+    arrays = list(-rng.gamma(2.0, 1.5, (max(moving + held) + 1, 6)))
+    if name == "kto":
+        arrays[2:] = [rng.random(6) < 0.5, -arrays[3]]
+    value, grads = call(summed(name), *arrays, **numbers)
+
+    def total(*x):
+        return sum(getattr(oracles, name)(*row, **numbers) for row in zip(*x, strict=True))
+
+    assert float(value) == pytest.approx(total(*arrays), rel=1e-4)
+    for i, grad in zip(moving, grads, strict=False):
+        slope = oracles.numeric_grad(lambda x, i=i: total(*arrays[:i], x, *arrays[i + 1 :]), arrays[i])
+        np.testing.assert_allclose(grad, slope, rtol=1e-3, atol=1e-4)
+        assert np.abs(slope).max() > 1e-2
+    assert not any(np.any(grad) for grad in grads[len(moving) :])
+
+
 dpo_graded = jax.value_and_grad(lambda *a, smoothing: preference.dpo(*a, beta=0.3, label_smoothing=smoothing).sum())
 EVERY = {
     "dpo": lambda x, y: preference.dpo(x, y, 0.0, 0.0, beta=0.5, label_smoothing=0.1),
