@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jitted import call
 
 from agentrl_jax import selection
-from agentrl_jax.groups import group_std, members
+from agentrl_jax.groups import group_relative, group_std, members
 
 golden = oracles.golden
 RET = np.array([1, 0, 1, 0, 1, 1, 1, 1, 0.2, 0.4, 0.3, 0.1, 0, 0, 0, 1])
@@ -74,6 +74,29 @@ def test_dars_worked_example():
     assert call(selection.extra_rolls, one, 8, max_rolls=32)[0] == golden("A20.ET")
     assert call(selection.extra_rolls, one, 8, max_rolls=64, hardness_weighted=True)[0] == golden("A20.HW")
     assert call(selection.extra_rolls, one, 8, max_rolls=16)[0] == 8
+
+
+@pytest.mark.parametrize(
+    ("share", "rolls", "name"), [((0.125,), 8, "A20.S"), ((0.25, 0.5, 0.75), 4, "A20.curve")], ids=["one", "curve"]
+)
+def test_what_dars_evens_out_worked_example(share, rolls, name):
+    """``S(a) = 2 a (1 - a)``, or ``2 sqrt(a (1 - a))`` under a deviation: a group's mean ``|A|``; and the extra rolls
+    lift ``(rolls + extra) S`` to the peak, the sum of a group half of which is right."""
+    a = np.array(share)
+    ret = (np.arange(rolls) < rolls * a[:, None]).astype(float)
+    group = np.repeat(np.arange(len(a)), rolls)
+
+    def spread(**options):
+        adv = call(group_relative, ret.ravel(), group, len(a), **options)
+        return np.abs(adv).reshape(ret.shape).mean(1)
+
+    plain = spread(scale="none")
+    np.testing.assert_allclose(plain, np.atleast_1d(golden(name)), atol=1e-6)
+    np.testing.assert_allclose(spread(ddof=0, eps=0.0), 2 * np.sqrt(a * (1 - a)), atol=1e-6)
+    total = (rolls + call(selection.extra_rolls, a, rolls, max_rolls=64)) * plain
+    hard = a < 0.5
+    assert (total[hard] >= rolls / 2 - 1e-5).all() and (total[hard] < rolls / 2 + plain[hard]).all()
+    np.testing.assert_allclose(total[~hard], rolls * plain[~hard])
 
 
 @pytest.mark.parametrize("std", [False, True])
