@@ -14,19 +14,35 @@ from agentrl_jax.types import Score
 CRITIC = ("gae", "turn_gae", "bilevel_gae", "vapo_gae", "vtrace")
 RELATIVE = (
     "group", "own_group", "leave_one_out", "length_weighted", "gpg", "gdpo", "pass_at_k", "max_at_k", "best_gap",
-    "gigpo", "turn_relative", "process_relative",
+    "gigpo", "turn_relative", "process_relative", "tag_relative", "optimal_token",
 )  # fmt: skip
 SHAPING = ("whiten", "entropy_shaped", "entropy_scaled", "aspo_shaped", "ktae_shaped")
 EVERY = (*RELATIVE, "returns", "ones", *CRITIC, *SHAPING)
-OPTIONS = {"pass_at_k": {"k": 2}, "max_at_k": {"k": 2}}
+OPTIONS = {"pass_at_k": {"k": 2}, "max_at_k": {"k": 2}, "tag_relative": {"tag": "answered", "part": "malformed"}}
 
 
 def part(name, **options):
     return getattr(credit, name)(**(OPTIONS.get(name, {}) | options))
 
 
+def act(name, b, *, segments=1, **options):
+    """``run`` of a part, scored by what the batch holds."""
+
+    def score(view, of):
+        return Score(of.logp_old, 0.5 * of.extra["entropy"], of.value, of.bootstrap)
+
+    return run(part(name, **options), b, tools=tools_of(b, segments=segments, score=score))
+
+
 def returns(b):
     return np.asarray(b.traj.reward).sum(1)
+
+
+def binary(b):
+    """The batch with returns of 0 and 1."""
+    last = np.asarray([np.flatnonzero(row)[-1] for row in np.asarray(b.mask)])
+    right = jnp.asarray([1.0, 0, 0, 1, 1, 0, 0, 0])
+    return b._replace(traj=b.traj._replace(reward=jnp.zeros((8, T)).at[jnp.arange(8), last].set(right)))
 
 
 def on_tokens(b, adv):
@@ -47,8 +63,8 @@ def close(found, expected):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_restarted_episode_gives_what_the_whole_one_gives(name):
     b = conversations(1)
-    whole, _ = run(part(name), b)
-    halves, _ = run(part(name), split(b), segments=2)
+    whole, _ = act(name, b)
+    halves, _ = act(name, split(b), segments=2)
     close(joined(halves.adv), whole.adv)
     close(joined(halves.target), whole.target)
 
@@ -56,9 +72,9 @@ def test_a_restarted_episode_gives_what_the_whole_one_gives(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_observation_tokens_change_nothing_whatever_they_hold(name):
     b = conversations(2)
-    plain, _ = run(part(name), b)
+    plain, _ = act(name, b)
     wide, keep = with_gap(b)
-    found, metrics = run(part(name), wide)
+    found, metrics = act(name, wide)
     close(np.asarray(found.adv)[:, keep], plain.adv)
     close(np.where(b.mask, np.asarray(found.target)[:, keep], 0), np.where(b.mask, plain.target, 0))
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(metrics))
@@ -68,9 +84,44 @@ def test_observation_tokens_change_nothing_whatever_they_hold(name):
 def test_permuted_episodes_give_permuted_advantages(name):
     b = conversations(3)
     index = np.random.default_rng(0).permutation(b.mask.shape[0])
-    plain, _ = run(part(name), b)
-    mixed, _ = run(part(name), order(b, index))
+    plain, _ = act(name, b)
+    mixed, _ = act(name, order(b, index))
     close(mixed.adv, np.asarray(plain.adv)[index])
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if n != "whiten"])
+def test_what_a_filter_drops_still_counts_for_the_others(name):
+    """The words that stay get what they would have got; whitening alone is of the words that are left."""
+    b = conversations(3)
+    if name == "pass_at_k":
+        b = binary(b)
+    if name == "aspo_shaped":
+        # All are right and call the tool in their last turn; no bound hides by how much.
+        last = b.traj.steps["played"] & ~jnp.pad(b.traj.steps["played"][:, 1:], ((0, 0), (0, 1)))
+        steps = b.traj.steps | {"success": jnp.ones((8, TURNS)), "tool_calls": last.astype(jnp.float32)}
+        b = b._replace(traj=b.traj._replace(steps=steps), adv=20.0 * b.adv)
+    kept = b.mask & jnp.asarray([True, False, True, True, False, True, True, True])[:, None]
+    every, _ = act(name, b)
+    some, _ = act(name, b._replace(mask=kept, adv=jnp.where(kept, b.adv, 0.0)))
+    close(np.where(kept, some.adv, 0), np.where(kept, every.adv, 0))
+    assert np.abs(np.where(kept, every.adv, 0)).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["length_weighted", "entropy_scaled", "aspo_shaped", "ktae_shaped"])
+def test_words_of_the_expert_are_no_measure_of_the_policys_own(name):
+    """How many they are, what they are, and how sure the policy would have been of them change nothing for it."""
+    b = conversations(4, groups=(0,) * 8, expert=(2, 5))
+    plain, _ = act(name, b)
+    expert, own = b.traj.expert, np.asarray(b.mask & ~b.traj.expert)
+    few = b.traj.mask & (~expert | (jnp.cumsum(b.traj.mask, 1) < 2))
+    traj = b.traj._replace(mask=few, expert=expert & few, tokens=jnp.where(expert, 33, b.traj.tokens))
+    extra = b.extra | {"entropy": jnp.where(expert, 9.0, b.extra["entropy"])}
+    found, _ = act(name, b._replace(traj=traj, mask=b.mask & few, extra=extra, adv=jnp.where(few, b.adv, 0.0)))
+    close(np.where(own, found.adv, 0), np.where(own, plain.adv, 0))
+    theirs = np.asarray(expert & few)
+    assert theirs.any() and np.isfinite(np.asarray(found.adv)[theirs]).all()
+    if name != "length_weighted":
+        close(np.where(theirs, found.adv, 0), np.where(theirs, b.adv, 0))
 
 
 @pytest.mark.parametrize("name", [n for n in RELATIVE if n != "gdpo"])
@@ -81,11 +132,14 @@ def test_equal_returns_and_lone_members_give_exactly_zero(name):
     steps = b.traj.steps | {k: jnp.zeros((4, TURNS)) for k in ("tool_calls", "success")}
     # One turn each: else a reward at the end makes later turns differ from earlier ones.
     b = b._replace(traj=b.traj._replace(reward=reward, steps=steps))
+    if name == "tag_relative":
+        # Nor do turns under one tag differ in their part.
+        b = b._replace(traj=b.traj._replace(steps=steps | {"malformed": jnp.full((4, TURNS), 0.3)}))
     if name in ("gigpo", "process_relative"):
         steps = steps | {"anchor": jnp.arange(4 * TURNS, dtype=jnp.uint32).reshape(4, TURNS)}
         reward = jnp.where(b.mask, 0.0, 0.0)
         b = b._replace(traj=b.traj._replace(steps=steps, reward=reward))
-    found, _ = run(part(name), b)
+    found, _ = act(name, b)
     assert not np.asarray(found.adv).any()
 
 
@@ -98,8 +152,8 @@ def test_what_is_not_played_gets_nothing_and_counts_for_nobody():
     )  # fmt: skip
     less = b._replace(traj=gone, mask=b.mask.at[0].set(False))
     for name in RELATIVE:
-        found, _ = run(part(name), less)
-        rest, _ = run(part(name), order(b, range(1, 8)))
+        found, _ = act(name, less)
+        rest, _ = act(name, order(b, range(1, 8)))
         close(found.adv[1:], rest.adv)
         assert not np.asarray(found.adv[0]).any()
 
@@ -147,14 +201,9 @@ def test_an_estimate_is_its_formula_on_every_written_token(name, options, oracle
 
 
 def test_pass_at_k_reads_binary_returns():
-    b = conversations(7)
-    last = np.asarray([np.flatnonzero(row)[-1] for row in np.asarray(b.mask)])
-    right = np.asarray([1, 0, 0, 1, 1, 0, 0, 0])
-    b = b._replace(
-        traj=b.traj._replace(reward=jnp.zeros((8, T)).at[jnp.arange(8), last].set(jnp.asarray(right, jnp.float32)))
-    )
+    b = binary(conversations(7))
     found, _ = run(credit.pass_at_k(k=2), b)
-    close(found.adv, on_tokens(b, oracles.pass_at_k_advantage(right, GROUPS, 2)))
+    close(found.adv, on_tokens(b, oracles.pass_at_k_advantage(returns(b).astype(int), GROUPS, 2)))
 
 
 def test_expert_episodes_are_measured_by_the_policys_own():

@@ -64,9 +64,14 @@ def spread(batch: Batch, adv: Array, tools: Tools) -> Batch:
     return batch._replace(adv=jax.vmap(advantages.spread_turns)(rows, batch.traj.turn, batch.mask))
 
 
+def own_words(batch: Batch, tools: Tools) -> Array:
+    """Tokens that the policy wrote itself, ``bool[N, segments * T]``, whether or not a filter dropped them."""
+    return stages.sequences(batch.traj.mask & ~batch.traj.expert, tools)
+
+
 def written(batch: Batch, tools: Tools) -> Array:
-    """Loss tokens of every episode, ``float32[N]``."""
-    return jnp.sum(stages.sequences(batch.mask, tools), axis=1, dtype=jnp.float32)
+    """How many tokens of every episode the policy wrote itself, dropped or not: ``float32[N]``."""
+    return jnp.sum(own_words(batch, tools), axis=1, dtype=jnp.float32)
 
 
 def _relative(name: str, estimator: Callable[..., Array], needs: frozenset[str] = frozenset(), **options) -> Part:
@@ -123,7 +128,7 @@ def gpg() -> Part:
 
 
 def length_weighted() -> Part:
-    """``A = R - sum_g len R / sum_g len``."""
+    """``A = R - sum_g len R / sum_g len``, lengths of what the policy wrote itself."""
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del hyper
@@ -370,16 +375,19 @@ def _episode_adv(batch: Batch, tools: Tools) -> Array:
 
 
 def entropy_scaled() -> Part:
-    """``A <- A mean_g(H) / H``, the factor clamped to [.1, 10]; ``H`` the mean entropy of the response's tokens."""
+    """``A <- A mean_g(H) / H``, the factor clamped to [.1, 10]; ``H`` the mean entropy of the response's tokens.
+
+    Episodes without a word of the policy's own keep ``A``.
+    """
 
     def function(batch: Batch, tools: Tools, hyper: dict[str, Array]) -> tuple[Batch, Metrics]:
         del hyper
         _, ids, played = stages.episodes(batch, tools)
-        mask = stages.sequences(batch.mask, tools)
-        entropy = masked.masked_mean(stages.sequences(batch.extra["entropy"], tools), mask, -1)
-        some = played & jnp.any(mask, axis=1)
-        adv = group_shaping.entropy_scaled(_episode_adv(batch, tools), entropy, ids, tools.episodes, where=some)
-        return stages.broadcast(batch, adv, tools), {}
+        own, adv = own_words(batch, tools), _episode_adv(batch, tools)
+        entropy = masked.masked_mean(stages.sequences(batch.extra["entropy"], tools), own, -1)
+        some = played & jnp.any(own, axis=1)
+        scaled = group_shaping.entropy_scaled(adv, entropy, ids, tools.episodes, where=some)
+        return stages.broadcast(batch, jnp.where(some, scaled, adv), tools), {}
 
     return Part("entropy_scaled", pure(function), needs=frozenset({"scores", "group"}))
 
@@ -393,12 +401,12 @@ def aspo_shaped() -> Part:
         calls = turn_steps(batch, tools, "tool_calls").astype(jnp.float32) > 0
         right = episodes.right(batch.traj, tools.segments)
         first = jnp.argmax(calls, axis=1)[:, None]
-        turn, mask = (stages.sequences(x, tools) for x in (batch.traj.turn, batch.mask))
+        turn, own = stages.sequences(batch.traj.turn, tools), own_words(batch, tools)
         # Positions count written tokens: how much the agent had said before it first called.
-        said = jnp.sum(mask & (turn < first), axis=1, dtype=jnp.float32)
-        who = played & right & jnp.any(calls, axis=1) & jnp.any(mask, axis=1)
+        said = jnp.sum(own & (turn < first), axis=1, dtype=jnp.float32)
+        who = played & right & jnp.any(calls, axis=1) & jnp.any(own, axis=1)
         adv = group_shaping.aspo_shaping(
-            _episode_adv(batch, tools), said, jnp.sum(mask, axis=1, dtype=jnp.float32), ids, tools.episodes, where=who,
+            _episode_adv(batch, tools), said, jnp.sum(own, axis=1, dtype=jnp.float32), ids, tools.episodes, where=who,
             delta=hyper["aspo_delta"], bound=hyper["aspo_bound"],
         )  # fmt: skip
         return stages.broadcast(batch, adv, tools), {}
@@ -414,9 +422,10 @@ def ktae_shaped(*, ktae_alpha: float = 1.0, ktae_beta: float = 1.0, ktae_top: fl
         del hyper
         _, ids, _ = stages.episodes(batch, tools)
         right = episodes.right(batch.traj, tools.segments)
-        tokens, mask = (stages.sequences(x, tools) for x in (batch.traj.tokens, batch.mask))
+        tokens = stages.sequences(batch.traj.tokens, tools)
         key = key_tokens.ktae(
-            tokens, mask, right, ids, tools.episodes, vocab_size=tools.codec.vocab_size, max_group=tools.group_size,
+            tokens, own_words(batch, tools), right, ids, tools.episodes,
+            vocab_size=tools.codec.vocab_size, max_group=tools.group_size,
             special=tokens == tools.codec.end_action, alpha=ktae_alpha, beta=ktae_beta, top=ktae_top,
         )  # fmt: skip
         adv = jnp.where(batch.mask, batch.adv + key.reshape(batch.adv.shape), 0.0)

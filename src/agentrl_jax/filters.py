@@ -1,7 +1,8 @@
 """What is left out: parts that clear ``Batch.mask`` (drop), re-draw episodes, or weigh tokens down.
 
 A dropped token leaves numerator and denominator; a token weighed down stays in the denominator. Statistics of the
-advantage count every episode that was played, dropped or not. Formulas with their sources are those of ``selection``,
+advantage (returns, lengths, entropies and tokens of a group) count every episode that was played, dropped or not;
+``whiten`` alone is over the loss tokens that are left. Formulas with their sources are those of ``selection``,
 ``entropy`` and ``importance``; here they meet a batch: masks ``bool[B, T]``, one answer an episode ``bool[N]``.
 """
 

@@ -223,7 +223,7 @@ def optimal_token(
       group: ``int32[N]``; ``num_groups`` bounds it.
       where: ``bool[N]``, members that count.
 
-    Source: Li et al., The Optimal Token Baseline, 2026, and verl (``tir_optimal_token_baseline``).
+    Source: Li et al., The Optimal Token Baseline, 2026, arXiv 2602.07078, and verl (``tir_optimal_token_baseline``).
     """
     where = jnp.ones(group.shape, bool) if where is None else where.astype(bool)
     mask = mask.astype(bool) & where[:, None]
