@@ -119,6 +119,17 @@ def test_choices_are_what_compose_takes():
         ({"offpolicy_mask": 1}, "custom: offpolicy_mask must be of type bool, got 1"),
         ({"kl_corrected": True}, "a divergence in the loss: choose kl='k3'"),
         ({"kl_corrected": True, "kl": "k1", "kl_in": "reward"}, "before the first update, where the ratio is 1"),
+        (
+            {"kl_corrected": True, "kl": "k3", "kl_coef": 0.0},
+            "kl_corrected is about a divergence, and kl_coef=0 leaves",
+        ),
+        ({"finish": "adapt_kl", "kl": "k3", "kl_coef": 0}, "adapt_kl is about a divergence, and kl_coef=0 leaves none"),
+        (
+            {"finish": "reset_reference", "kl": "k3", "kl_coef": 0.0},
+            "reset_reference is about a divergence, and kl_coef",
+        ),
+        ({"kl": "k9", "kl_coef": 0.0}, "Unknown kl 'k9'. Known: k1"),
+        ({"kl_coef": None}, "kl_coef must be a number, got None"),
         ({"kl_corrected": "no", "kl": "k3"}, "custom: kl_corrected must be of type bool, got 'no'"),
         ({"reward": "running_scale"}, "and group by a deviation of its own: nothing would change"),
         ({"reward": "running_scale", "advantage": "gigpo", "scale": "std"}, "and gigpo by a deviation of its own"),

@@ -96,12 +96,14 @@ def compose(
     }  # fmt: skip
     _check_own(name, aggregation, norm, kl_in, finish)
     _check_switches(name, offpolicy_mask=offpolicy_mask, kl_corrected=kl_corrected)
+    off = "kl_coef" in options
     kl, options = _divergence(kl, kl_in, options)
+    off = off and kl is None
     choice = Choice(
         makers=tuple(maker for kind, value in named.items() for maker in _pick(kind, value)),
         loss=surrogate(ratio, clip),
         imitation=None if imitation is None else _known("imitation", imitation, IMITATIONS),
-        kl=kl, kl_in=kl_in, kl_corrected=kl_corrected, correction=correction, perception=perception,
+        kl=kl, kl_in=kl_in, kl_corrected=kl_corrected, kl_off=off, correction=correction, perception=perception,
         offpolicy_mask=offpolicy_mask, aggregation=aggregation, finish=_names(finish),
     )  # fmt: skip
     check_fit(choice, ratio)
@@ -137,15 +139,15 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _divergence(kl: str | None, kl_in: str, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The estimator; a coefficient without one asks for the usual, and a coefficient of 0 for no reference at all."""
-    coef = options.get("kl_coef")
-    if coef is not None:
-        check_numbers({"kl_coef": coef})
-        if not coef > 0:
-            return None, {k: v for k, v in options.items() if k != "kl_coef"}
-        kl = kl or ("k3" if kl_in == "loss" else "k1")
     if kl is not None:
         check_choice("kl", kl, ESTIMATORS)
-    return kl, options
+    if "kl_coef" not in options:
+        return kl, options
+    coef = options["kl_coef"]
+    check_numbers({"kl_coef": coef})
+    if not coef > 0:
+        return None, {k: v for k, v in options.items() if k != "kl_coef"}
+    return kl or ("k3" if kl_in == "loss" else "k1"), options
 
 
 def _known(kind: str, name: str, table: dict[str, Any]) -> Any:

@@ -34,6 +34,7 @@ CLASHES: dict[tuple[str, str], str] = {
 def check_fit(choice: Choice, ratio: str) -> None:
     """Refuses ingredients that contradict each other."""
     names = [maker.__name__ for maker in choice.makers]
+    _check_divergence(choice)
     for name, (kind, other) in PAIRED.items():
         if name in names and other not in names:
             raise ValueError(f"{name} reads what {other} leaves: it needs {kind}={other!r}")
@@ -56,6 +57,14 @@ def check_fit(choice: Choice, ratio: str) -> None:
         raise ValueError("adapt_kl needs a divergence: kl='k3'")
     if "anneal_imitation" in choice.finish and (choice.imitation is None or choice.imitation.kind != "mix"):
         raise ValueError("anneal_imitation needs an imitation that is mixed in: chord or chord-phi")
+
+
+def _check_divergence(choice: Choice) -> None:
+    """Refuses what is about a divergence that a coefficient of 0 takes away."""
+    about = ["kl_corrected"] if choice.kl_corrected else []
+    about += [name for name in choice.finish if name in ("reset_reference", "adapt_kl")]
+    if choice.kl_off and about:
+        raise ValueError(f"{about[0]} is about a divergence, and kl_coef=0 leaves none: give kl_coef a positive value")
 
 
 def _check_pairs(names: set[str]) -> None:

@@ -69,6 +69,7 @@ class Choice(NamedTuple):
       makers: the functions of the chosen parts, in order.
       loss, imitation: the policy loss, and the term beside it.
       kl, kl_in, kl_corrected: estimator or None; where its penalty stands; whether it is corrected by the ratio.
+      kl_off: whether ``kl_coef=0`` is why there is none.
       correction, perception, offpolicy_mask: as in ``compose``.
       aggregation: as in ``compose``.
       finish: names of ``FINISH``.
@@ -80,6 +81,7 @@ class Choice(NamedTuple):
     kl: str | None
     kl_in: str
     kl_corrected: bool
+    kl_off: bool
     correction: str | None
     perception: bool
     offpolicy_mask: bool
