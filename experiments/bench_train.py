@@ -188,20 +188,22 @@ def spelled(found: dict[str, Any], samples: int) -> dict[str, Any]:
     return plain | {"pass": rates}
 
 
-def ahead(pool: Executor, pairs: Sequence[Pair], directory: Path, options: Options) -> dict[str, Future[Any]]:
-    """Begins to compile what the pairs need, in that order, while others run: XLA leaves cores idle.
+def ahead(
+    jobs: dict[str, Future[Any]], pool: Executor, pairs: Sequence[Pair], directory: Path, options: Options
+) -> None:
+    """Begins to compile what the pairs need and ``jobs`` lacks, in that order, while others run: XLA leaves cores idle.
 
-    Keys are those of the pairs, and ``cold`` and ``judge`` with the label of the environment.
+    Keys are those of the pairs, and ``cold`` and ``judge`` with the label of the environment. A compiled program holds
+    thousands of memory maps, of which a process may have some 65,000: give it the next few pairs, not all.
     """
-    found: dict[str, Future[Any]] = {}
     for pair in pairs:
         arena, label = pair.arena, pair.arena.label
-        if f"judge {label}" not in found:
+        if f"judge {label}" not in jobs:
             if arena.supervised_steps and _stored(arena, directory, options) is None:
-                found[f"cold {label}"] = pool.submit(build_cold_start, arena, options)
-            found[f"judge {label}"] = pool.submit(build_judge, arena, options, options.seeds * len(pair.points))
-        found[pair.key] = pool.submit(build_pair, pair, options)
-    return found
+                jobs[f"cold {label}"] = pool.submit(build_cold_start, arena, options)
+            jobs[f"judge {label}"] = pool.submit(build_judge, arena, options, options.seeds * len(pair.points))
+        if pair.key not in jobs:
+            jobs[pair.key] = pool.submit(build_pair, pair, options)
 
 
 def build_cold_start(arena: Arena, options: Options) -> Programs:

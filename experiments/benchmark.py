@@ -18,7 +18,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ import agentrl_jax
 from agentrl_jax.files import safe_child, write_atomic
 
 DONE, FAILED, LEFT_OUT = "done", "failed", "not applicable"
+AHEAD = 2
+"""Pairs whose programs are compiled or being compiled: the one in play and the next."""
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -61,18 +63,24 @@ def run(pairs: Sequence[Pair], directory: Path, options: Options) -> list[dict[s
     (directory / "pairs").mkdir(parents=True, exist_ok=True)
     stored = [None if pair.reason else finished(directory, pair) for pair in pairs]
     todo = [pair for pair, known in zip(pairs, stored, strict=True) if not pair.reason and known is None]
+    jobs: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(1) as pool:
         try:
-            jobs = bench_train.ahead(pool, todo, directory, options)
-            return _in_turn(pairs, stored, jobs, directory, options)
+            prepare = lambda done: bench_train.ahead(jobs, pool, todo[done : done + AHEAD], directory, options)  # noqa: E731
+            return _in_turn(pairs, stored, jobs, prepare, directory, options)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _in_turn(
-    pairs: Sequence[Pair], stored: Sequence[Any], jobs: dict[str, Future[Any]], directory: Path, options: Options
+    pairs: Sequence[Pair],
+    stored: Sequence[Any],
+    jobs: dict[str, Future[Any]],
+    prepare: Callable[[int], None],
+    directory: Path,
+    options: Options,
 ) -> list[dict[str, Any]]:
-    results, ground = [], (None, None)
+    results, ground, done = [], (None, None), 0
     for number, (pair, known) in enumerate(zip(pairs, stored, strict=True)):
         about = {"method": pair.method.label, "arena": pair.arena.label, "budget": pair.arena.budget}
         head = f"[{number + 1}/{len(pairs)}] {pair.label}"
@@ -83,6 +91,8 @@ def _in_turn(
             results.append(known)
             _say(f"{head}: finished before")
         else:
+            prepare(done)
+            done += 1
             if ground[0] is not pair.arena:
                 ground = (pair.arena, _ground(pair, directory, options, jobs))
             result = _one(pair, ground[1], options, jobs)

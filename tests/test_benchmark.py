@@ -355,7 +355,8 @@ def test_a_second_run_does_only_what_failed(grid, monkeypatch, capsys):
         return known | {"groups": [known["groups"][0] | {"label": pair.method.label}], "arena": pair.arena.label}
 
     monkeypatch.setattr(bench_grid, "transformer_policy", lambda model: POLICY)
-    monkeypatch.setattr(bench_train, "ahead", lambda pool, pairs, *rest: {pair.key: None for pair in pairs})
+    none = lambda jobs, pool, pairs, *rest: jobs.update({pair.key: None for pair in pairs})  # noqa: E731
+    monkeypatch.setattr(bench_train, "ahead", none)
     monkeypatch.setattr(bench_train, "prepare", lambda *rest: None)
     monkeypatch.setattr(bench_train, "run_pair", again)
     before = {p: p.stat().st_mtime_ns for p in (directory / "pairs").iterdir()}
