@@ -84,6 +84,10 @@ def test_choices_are_what_compose_takes():
             "larger than group_size, up to which ktae_shaped counts",
         ),
         ({"lambda_": 0.9}, r"custom has no option \['lambda_'\]; it has: "),
+        ({"lambda_critic": 1.0}, r"custom has no option \['lambda_critic'\]; it has: "),
+        ({"advantage": "vapo_gae", "lambda_critic": 1.0}, r"custom has no option \['lambda_critic'\]; it has: "),
+        ({"advantage": "gae", "lambda_critic": 1.5}, r"lambda_critic must be in \[0, 1\], got 1.5"),
+        ({"advantage": "gae", "lambda_critic": "far"}, "lambda_critic must be a number, got 'far'"),
         ({"eps_low": "x"}, "eps_low must be a number, got 'x'"),
         ({"aggregation": "mean"}, "Unknown aggregation mode 'mean'"),
         ({"collect": "tree"}, "custom: tree needs roots="),
@@ -162,6 +166,15 @@ def test_an_option_goes_with_its_ingredient():
     assert make("dapo", eps_high=0.3).hyper["eps_high"] == 0.3
     assert "critic" in make("grpo", advantage="gae").needs and make("grpo", advantage="gae").hyper["lambda_"] == 0.95
     assert make("ppo", advantage="group", kl_coef=0.1).needs == {"group", "reference"}
+
+
+def test_a_lambda_of_the_critic_is_a_number_of_the_algorithm():
+    """Traced like any other, so that it can be swept; without it there is none."""
+    vc = make("ppo", lambda_critic=1)
+    assert vc.hyper["lambda_critic"] == 1 and vc.hyper["lambda_"] == 0.95
+    assert make_hyper(vc, ENV, lambda_critic=0.9).algorithm["lambda_critic"] == np.float32(0.9)
+    plain = make("ppo", lambda_critic=None)
+    assert plain.hyper == make("ppo").hyper == {k: v for k, v in vc.hyper.items() if k != "lambda_critic"}
 
 
 def test_a_scale_is_let_in_where_it_changes_something():

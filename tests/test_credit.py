@@ -265,6 +265,18 @@ ACTORS = {
 }  # fmt: skip
 
 
+def test_a_critic_has_a_lambda_of_its_own_where_asked_for():
+    b = conversations(10)
+    found, _ = run(credit.gae(lambda_critic=0.5), b)
+    adv, target = rows(
+        b, lambda r, v, m, t, o, beh, b: (oracles.gae(r, v, m, 1.0, 0.95, b)[0], oracles.gae(r, v, m, 1.0, 0.5, b)[1])
+    )
+    close(found.adv, adv)
+    close(np.where(b.mask, found.target, 0), np.where(b.mask, target, 0))
+    plain, _ = run(credit.gae(), b)
+    assert np.abs(np.asarray(plain.target - found.target))[np.asarray(b.mask)].max() > 0.1
+
+
 @pytest.mark.parametrize("name", ACTORS)
 def test_a_critics_estimate_is_its_formula(name):
     b = conversations(10)
@@ -351,6 +363,7 @@ def test_options_are_refused_by_name():
         (lambda: credit.gigpo(scale="batch"), "Unknown scale 'batch'"),
         (lambda: credit.pass_at_k(k=0), "k must be above 0"),
         (lambda: credit.gdpo(parts=("a",), weights=(1.0, 2.0)), "as many weights as parts, got 2 and 1"),
+        (lambda: credit.gae(lambda_critic=1.5), r"lambda_critic must be in \[0, 1\], got 1.5"),
         (lambda: credit.own_group(scale="x"), "Unknown scale 'x'"),
         (lambda: stages.return_to_go("mean"), "baseline must be"),
     ]:

@@ -150,15 +150,25 @@ def test_a_correction_is_the_ratio_of_the_two_policies(name):
 def test_normalised_weights_have_a_mean_of_one(name):
     """Over tokens, or over the sequences that have one weight each; the expert's stay 1 and count for nobody."""
     b = conversations(9, expert=(1,))
-    raw = np.asarray(run(filters.behaviour_correction(correction=name), b)[0].extra["importance"], np.float64)
-    part = filters.behaviour_correction(correction=name, normalise_weights=True)
-    found = np.asarray(run(part, b)[0].extra["importance"])
+    level, rule, low, _ = filters.CORRECTIONS[name]
     mask, own = np.asarray(b.mask), np.asarray(b.mask & ~b.traj.expert)
-    if filters.CORRECTIONS[name][0] == "token":
+
+    def weights(low, high, **options):
+        part = filters.behaviour_correction(correction=name, **options)
+        return np.asarray(run(part, b, correction_low=low, correction_high=high)[0].extra["importance"], np.float64)
+
+    # Bounds in the midst of these random ratios, so that every rule does something and none does it to all.
+    free = weights(0.0, 1e9)[own]
+    bounds = (np.quantile(free, 0.3) if low else 0.0, np.quantile(free, 0.7))
+    raw, found = weights(*bounds), weights(*bounds, normalise_weights=True)
+    changed = raw[own] != free
+    assert changed.any() and not changed.all() and (rule == "truncate" or (raw[own] == 0).any())
+    if level == "token":
         mean = raw[own].mean()
     else:
         mean = np.mean([raw[i, on][0] for i, on in enumerate(own) if on.any()])
-    expected = np.where(own, raw / mean if mean else 0.0, raw)
+    assert mean > 0
+    expected = np.where(own, raw / mean, raw)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert (found[1][mask[1]] == 1).all() and not found[~mask].any()
 

@@ -222,6 +222,14 @@ def test_kto_weighs_every_episode_alike():
     np.testing.assert_allclose(found, np.delete(np.asarray(expected), 3).mean(), rtol=1e-5)
 
 
+def test_a_method_for_given_pairs_says_that_its_pairs_are_its_own():
+    built = {name for name in algorithms.names() if algorithms.preset(name).build in (prefer, unpaired)}
+    assert built >= {"simpo", "orpo", "cpo", "kto", "dmpo"}
+    for name in built - {"online_dpo", "iterative_rpo"}:
+        said = algorithms.preset(name).deviates
+        assert said.startswith("Trained online, on ") and ", not offline on " in said, name
+
+
 def test_preferences_are_composed_by_name():
     assert algorithms.make("online_dpo", loss="ipo-sum", beta=0.3).hyper == {"beta": 0.3}
     assert "reference" not in prefer(loss="simpo").needs and prefer(loss="dpo").needs >= {"reference", "pairs"}

@@ -113,6 +113,24 @@ def test_only_an_episodes_last_row_bootstraps_and_only_when_cut():
     np.testing.assert_allclose(out.adv[:, 0], [0.9 * 0.8 * 1.8, 1.8, 0, 0], atol=1e-6)
 
 
+def test_the_critic_may_look_further_than_the_policy():
+    """Each by a lambda of its own; with the same for both, the one estimate."""
+    mask = masks((T, T - 2, 5, 7), T, 3)
+    traj = trajectory(mask, reward=np.where(mask, np.random.default_rng(3).normal(size=mask.shape), 0))
+    b = batch(traj, 3)
+
+    def run(**numbers):
+        stage = stages.gae(decoupled="lambda_critic" in numbers)
+        hyper = HYPER | {k: jnp.float32(v) for k, v in numbers.items()}
+        return stage((), b, tools(traj), hyper, KEY)[1]
+
+    plain, both, far = run(), run(lambda_critic=0.8), run(lambda_critic=1.0)
+    for a, x in ((plain.adv, both.adv), (plain.target, both.target), (plain.adv, far.adv)):
+        np.testing.assert_allclose(a, x, atol=1e-6)
+    np.testing.assert_allclose(far.target, run(lambda_=1.0).target, atol=1e-6)
+    assert np.abs(np.asarray(far.target - plain.target)).max() > 0.1
+
+
 # Returns and baselines
 
 

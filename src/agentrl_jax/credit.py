@@ -269,9 +269,22 @@ def ones() -> Part:
 _CRITIC = frozenset({"critic", "scores"})
 
 
-def gae() -> Part:
-    """GAE over written tokens."""
-    return Part("gae", stages.gae(), hyper={"discount": 1.0, "lambda_": 0.95}, needs=_CRITIC)
+def gae(*, lambda_critic: float | None = None) -> Part:
+    """GAE over written tokens.
+
+    With ``lambda_critic`` the critic's targets have a lambda of their own, a number of the algorithm then; 1 makes them
+    returns to go. Source: Yuan et al., VC-PPO, 2025, arXiv 2503.01491 (.95 for the policy, 1 for the critic).
+
+    Raises:
+      ValueError: a ``lambda_critic`` outside [0, 1].
+    """
+    numbers = {"discount": 1.0, "lambda_": 0.95}
+    if lambda_critic is None:
+        return Part("gae", stages.gae(), hyper=numbers, needs=_CRITIC)
+    if not 0 <= lambda_critic <= 1:
+        raise ValueError(f"lambda_critic must be in [0, 1], got {lambda_critic}")
+    numbers["lambda_critic"] = lambda_critic
+    return Part("gae", stages.gae(decoupled=True), hyper=numbers, needs=_CRITIC)
 
 
 def _with_critic(

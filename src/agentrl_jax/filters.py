@@ -196,6 +196,7 @@ CORRECTIONS = {
     "icepop": ("token", "mask", 0.5, 5.0),
     "sequence-tis": ("sequence", "truncate", 0.0, 2.0),
     "sequence-mis": ("sequence", "mask", 0.0, 3.0),
+    "geometric-tis": ("geometric", "truncate", 0.0, 2.0),
     "geometric-mis": ("geometric", "mask", 0.999, 1.001),
 }
 """Name: (level, rule, low, high) of ``importance.importance_weight``; the bounds of IcePop are unconfirmed."""

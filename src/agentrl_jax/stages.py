@@ -198,9 +198,9 @@ def kl_in_reward(estimator: str = "k1") -> Stage:
     return stage
 
 
-def gae() -> Stage:
+def gae(*, decoupled: bool = False) -> Stage:
     """``adv`` and ``target`` by GAE over written tokens (``hyper["discount"]``, ``hyper["lambda_"]``), after
-    ``score_policy``.
+    ``score_policy``; with ``decoupled`` the targets by a lambda of their own, ``hyper["lambda_critic"]``.
 
     The rows of an episode are one sequence; only its last row bootstraps, and only when it was truncated.
     """
@@ -211,13 +211,17 @@ def gae() -> Stage:
         del key
         traj = batch.traj
         bootstrap = jnp.where(traj.truncated, batch.bootstrap, 0.0).reshape(-1, tools.segments).sum(axis=1)
-        estimate = jax.vmap(
-            lambda r, v, m, b: advantages.gae(
-                r, v, m, discount=hyper["discount"], lambda_=hyper["lambda_"], bootstrap=b
-            )
-        )
+
+        def estimate(reward: Array, value: Array, mask: Array, bootstrap: Array) -> tuple[Array, Array]:
+            shared = {"discount": hyper["discount"], "bootstrap": bootstrap}
+            if not decoupled:
+                return advantages.gae(reward, value, mask, lambda_=hyper["lambda_"], **shared)
+            both = {"lambda_policy": hyper["lambda_"], "lambda_critic": hyper["lambda_critic"]}
+            return advantages.decoupled_gae(reward, value, mask, **both, **shared)
+
         reward, value, mask = (sequences(x, tools) for x in (traj.reward, batch.value, traj.mask))
-        adv, target = (x.reshape(batch.adv.shape) for x in estimate(reward, value, mask, bootstrap))
+        found = jax.vmap(estimate)(reward, value, mask, bootstrap)
+        adv, target = (x.reshape(batch.adv.shape) for x in found)
         explained = explained_variance(target, batch.value, batch.mask)
         return memory, batch._replace(adv=adv, target=target), {"explained_variance": metrics_lib.scalar(explained)}
 

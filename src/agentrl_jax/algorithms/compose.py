@@ -65,7 +65,7 @@ def compose(
       collect: where episodes come from; None: one rollout of fresh tasks in equal groups.
       reward: what is paid besides the environment's reward.
       filters: what is dropped, or re-drawn, before the advantage.
-      advantage: who earned it.
+      advantage: who earned it. With ``lambda_critic`` the targets of "gae" have a lambda of their own (VC-PPO).
       shaping: what is done to advantages afterwards.
       tokens: which tokens learn less.
       replay: what is stored and used again.

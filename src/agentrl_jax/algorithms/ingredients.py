@@ -128,6 +128,8 @@ def check_static(name: str, keywords: dict[str, Any], static: dict[str, Any]) ->
     for key, value in static.items():
         allowed = typing.get_args(keywords[key]) if typing.get_origin(keywords[key]) is not tuple else (tuple,)
         allowed = allowed or (keywords[key],)
+        if value is None and type(None) in allowed:
+            continue
         if float in allowed:
             check_numbers({key: value})
         elif type(value) not in allowed:
