@@ -12,8 +12,8 @@ from jax.core import Tracer
 from agentrl_jax.types import Array
 
 UNIT = (
-    "discount", "lambda_", "lambda_critic", "label_smoothing", "mu", "mu_peak", "mu_valley", "token_lambda", "turn_discount",
-    "step_discount", "uncertain_fraction", "uncertain_mass", "entropy_fraction", "cov_fraction", "perception_mask",
+    "discount", "lambda_", "lambda_critic", "label_smoothing", "mu", "mu_peak", "mu_valley", "token_lambda",
+    "turn_discount", "step_discount", "uncertain_fraction", "uncertain_mass", "entropy_fraction", "cov_fraction", "perception_mask",
     "replay_share", "kept_pairs",
 )  # fmt: skip
 NOT_NEGATIVE = (
