@@ -13,8 +13,8 @@ from agentrl_jax.types import Array
 
 UNIT = (
     "discount", "lambda_", "lambda_critic", "label_smoothing", "mu", "mu_peak", "mu_valley", "token_lambda",
-    "turn_discount", "step_discount", "uncertain_fraction", "uncertain_mass", "entropy_fraction", "cov_fraction", "perception_mask",
-    "replay_share", "kept_pairs",
+    "turn_discount", "step_discount", "uncertain_fraction", "uncertain_mass", "entropy_fraction", "cov_fraction",
+    "perception_mask", "replay_share", "kept_pairs",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "warmup", "decay", "temperature", "eps_low", "eps_high", "kl_coef", "value_coef",
