@@ -9,13 +9,15 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent.parent / "colab"
 
 
+def _executed(name, directory):
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    # A cell that compiles for a minute takes many on a machine that is busy otherwise.
+    return NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(directory)}}).execute()
+
+
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    notebook = nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
-    client = NotebookClient(
-        notebook, timeout=600, resources={"metadata": {"path": str(tmp_path_factory.mktemp("colab"))}}
-    )
-    return client.execute()
+    return _executed("quickstart.ipynb", tmp_path_factory.mktemp("colab"))
 
 
 def _printed(notebook, beginning):
@@ -37,6 +39,25 @@ def test_eight_seeds_learn(quickstart):
     line = _printed(quickstart, "final success of eight seeds:")
     values = [float(x) for x in line.split("[")[1].strip("]").split(",")]
     assert len(values) == 8 and sum(values) / 8 > 0.9
+
+
+def _number(notebook, beginning):
+    """What follows the beginning of a printed line."""
+    return float(_printed(notebook, f"{beginning} ").removeprefix(beginning).split()[0])
+
+
+def test_three_variants_are_compared(tmp_path):
+    """One test: the notebook runs once, however tests are shared out."""
+    notebook = _executed("compare_algorithms.ipynb", tmp_path)
+    number = lambda beginning: _number(notebook, beginning)  # noqa: E731
+    start, grpo = number("pass@1: cold start"), number("pass@1: grpo")
+    assert start < 0.7 and grpo > 0.85
+    for name in ("grpo", "pass@4", "anchored"):
+        assert number(f"pass@1: {name}") > start + 0.1
+    assert number("pass@1: pass@4") < grpo
+    assert number("entropy: pass@4") > 2 * number("entropy: grpo")
+    assert number("omega 0: pass@1") == pytest.approx(grpo, abs=0.03)
+    assert (tmp_path / "compare_algorithms.png").stat().st_size > 0
 
 
 def test_notebooks_are_committed_without_output():
