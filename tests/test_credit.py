@@ -7,7 +7,7 @@ import oracles
 import pytest
 from conversations import TURNS, T, conversations, joined, order, run, split, tools_of, with_gap
 
-from agentrl_jax import credit, objectives, stages
+from agentrl_jax import credit, objectives, shaping, stages
 from agentrl_jax.surrogates import surrogate
 from agentrl_jax.types import Score
 
@@ -22,7 +22,7 @@ OPTIONS = {"pass_at_k": {"k": 2}, "max_at_k": {"k": 2}, "tag_relative": {"tag": 
 
 
 def part(name, **options):
-    return getattr(credit, name)(**(OPTIONS.get(name, {}) | options))
+    return getattr(shaping if name in SHAPING else credit, name)(**(OPTIONS.get(name, {}) | options))
 
 
 def act(name, b, *, segments=1, **options):
@@ -315,7 +315,7 @@ def test_one_makes_the_policy_gradient_a_likelihood():
 
 def test_entropy_never_flips_a_sign():
     b = conversations(13)
-    found, _ = run(credit.entropy_shaped(), b)
+    found, _ = run(shaping.entropy_shaped(), b)
     old, entropy = np.asarray(b.adv), np.asarray(b.extra["entropy"])
     close(found.adv, np.where(b.mask, old + np.minimum(0.4 * entropy, np.abs(old) / 2), 0))
     assert (np.sign(found.adv) == np.sign(old)).all()
@@ -323,7 +323,7 @@ def test_entropy_never_flips_a_sign():
 
 def test_a_sure_answer_counts_more():
     b = conversations(14)
-    found, _ = run(credit.entropy_scaled(), b)
+    found, _ = run(shaping.entropy_scaled(), b)
     mask, entropy = np.asarray(b.mask), np.asarray(b.extra["entropy"])
     mean = (entropy * mask).sum(1) / mask.sum(1)
     factor = np.asarray([mean[GROUPS == GROUPS[i]].mean() / mean[i] for i in range(8)]).clip(0.1, 10)
@@ -332,7 +332,7 @@ def test_a_sure_answer_counts_more():
 
 def test_earlier_calls_of_right_answers_are_preferred():
     b = conversations(15, groups=(0,) * 8)
-    found, _ = run(credit.aspo_shaped(), b)
+    found, _ = run(shaping.aspo_shaped(), b)
     calls, mask, turn = (np.asarray(x) for x in (b.traj.steps["tool_calls"], b.mask, b.traj.turn))
     right, old = np.asarray(b.traj.steps["success"]).sum(1) > 0, np.asarray(b.adv)[:, 2]
     who = right & calls.any(1)
@@ -346,7 +346,7 @@ def test_earlier_calls_of_right_answers_are_preferred():
 
 def test_key_tokens_are_added_where_they_stand():
     b = conversations(16, groups=(0,) * 8)
-    found, metrics = run(credit.ktae_shaped(), b)
+    found, metrics = run(shaping.ktae_shaped(), b)
     tokens, mask = np.asarray(b.traj.tokens), np.asarray(b.mask)
     right = np.asarray(b.traj.steps["success"]).sum(1) > 0
     holds = [set(tokens[i][mask[i]]) for i in range(8)]

@@ -45,6 +45,7 @@ GROUPS = {
     "replay": "algorithms",
     "trees": "algorithms",
     "credit": "algorithms",
+    "shaping": "algorithms",
     "filters": "algorithms",
     "rewards": "algorithms",
     "pairs": "algorithms",

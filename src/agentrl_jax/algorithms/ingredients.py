@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from agentrl_jax import collect as collectors
-from agentrl_jax import credit, filters, history, replay, rewards, trees
+from agentrl_jax import credit, filters, history, replay, rewards, shaping, trees
 from agentrl_jax.algorithms.finishing import FINISH
 from agentrl_jax.checks import check_numbers
 from agentrl_jax.kl import ESTIMATORS
@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Maker]] = {
         trees.vine_advantage, trees.tree_advantage,
     ),
     "shaping": named(
-        credit.whiten, credit.entropy_shaped, credit.entropy_scaled, credit.aspo_shaped, credit.ktae_shaped,
+        shaping.whiten, shaping.entropy_shaped, shaping.entropy_scaled, shaping.aspo_shaped, shaping.ktae_shaped,
         trees.shared_prefix,
     ),
     "tokens": named(filters.top_entropy, filters.clip_cov, filters.kl_cov),
